@@ -47,7 +47,8 @@ fmt: ## Format the code
 	$(CARGO) fmt --all
 
 # One run sees everything: without failpoints a single function is another, and release builds have that.
-lint: ## Formatting and clippy, warnings are errors
+lint: ## Formatting, clippy, and the sentences of the pages; warnings are errors
+	@hack/plain-english.sh
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features failpoints -- -D warnings
 

@@ -4,6 +4,9 @@
 //! and needs nothing more. Several steps (the members of a group, or a copy that takes time) show one moment only if
 //! nothing was written between the first and the last. The devices' write counters tell; if something was written, the
 //! copies are discarded and made again.
+//!
+//! A frozen filesystem and a raw device agree: writes that were acknowledged before the freeze are in both copies, and nothing
+//! new gets into the frozen one.
 
 use std::fs::File;
 use std::sync::Arc;

@@ -1,5 +1,13 @@
 //! Where bytes live: the filesystem of the pool and its way to copy a file. It knows files and
 //! paths; it knows no block map and no record.
+//!
+//! - On btrfs, objects are subvolumes without copy-on-write (NOCOW). A search lists what has a later transaction than the one that
+//!   made the parent's copy, so it does not need the parent's data.
+//! - A search reports one punched block next to a hole as a hole to the end of the address space. So holes are ranges, and only
+//!   segments in which the parent holds data are looked at (`cbt::written`).
+//! - If the disk below an image is full, xfs fails the writes and continues. btrfs turns read-only until it is mounted again,
+//!   which a start does when nothing uses it. That mount replays a log, so it first gets the space of a reserve (`sys::reserve`).
+//! - An image is attached once: it is locked, and its device is found by device and inode number, never by path.
 
 mod choose;
 mod copy;

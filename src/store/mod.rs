@@ -2,6 +2,15 @@
 //! exists once its directory is renamed into place. A volume is deleted once it is renamed away, a snapshot once its
 //! `deleted.json` is there.
 //! This layer reads no block.
+//!
+//! - Make: build in `staging/`, sync files and directories, rename into place, sync both parents. The rename is the commit.
+//! - Remove: rename into `staging/`, sync, forget, then remove the files.
+//! - A start empties `staging/`, except for transfers. A record that cannot be read is named in the log and withheld: its object is
+//!   neither served nor reported as deleted, and a withheld snapshot keeps its sequence number.
+//! - A file is replaced by a rename of a draft next to it (`DraftFile`). Drafts are never read.
+//! - `state.json` is written before a mount or a freeze, in place, to two slots in turn: so a volume on a full pool can be
+//!   published and unpublished, and every mount is explained after a crash.
+//! - A new kind of file in the tree must be added to the audit (`deltapath check`).
 
 mod error;
 #[cfg(any(test, feature = "fuzz"))]

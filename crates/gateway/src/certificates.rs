@@ -1,5 +1,8 @@
 //! Certificates that look after themselves (`--manage-certificates`): the elected replica keeps a CA and a serving
 //! certificate in a Secret, and the SnapshotMetadataService object up to date; every replica shows what the Secret holds.
+//!
+//! A change is written to the SnapshotMetadataService first and to the Secret second. So a crash between the two leaves one CA too
+//! many, never one too few.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

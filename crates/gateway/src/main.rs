@@ -1,5 +1,11 @@
 //! `deltapath-gateway`: the Kubernetes SnapshotMetadata API (KEP-3314) in front of any CSI driver. Flags are here, the two
 //! calls in `service`.
+//!
+//! - A call whose reviews are cached sends no request to the API server. Otherwise it makes two reviews, and one more if the
+//!   base of a delta is a VolumeSnapshot that still exists.
+//! - If the watch says that a snapshot is not usable, the API server is asked before the client is refused: a watch may lag.
+//! - The driver's frames are relayed unchanged. Both contracts have the same fields in these messages
+//!   (`tests/suite/csi_contract.rs` of the driver), so this is correct.
 // They panic where the output is closed: `shell` does not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]

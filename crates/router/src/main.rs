@@ -1,4 +1,15 @@
 //! `deltapath-router`: one CSI controller for many nodes. Flags are here, the calls in `calls`.
+//!
+//! - The key of a data directory is the first eight digits of every id in it. So an id says where its object is, and the router
+//!   stores nothing.
+//! - Only the key identifies a node. Each connection is checked against the key in the node's certificate: an address that now
+//!   belongs to another node would answer `OK` to a DeleteVolume for an object that it does not know.
+//! - Messages stay bytes. A field or a call that CSI adds needs at most a line in the table of `calls/methods.rs`.
+//! - Calls to all nodes, or to any, carry no secrets. Only the node of an object gets them.
+//! - A status with a source in Rust comes from the transport and not from the node. It becomes `UNAVAILABLE`.
+//! - A CreateVolume with an unknown outcome is not repeated on another node. The router and the arbiter of the name remember the
+//!   node that did not answer, in memory. If that memory is lost, `calls/twice.rs` finds a second volume of the name.
+//! - If an address no longer has its node, the node is departed. Its objects still exist, so complete lists need it.
 // They panic where the output is closed: `shell` does not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]

@@ -1,5 +1,7 @@
 //! A streamed answer on its way from a CSI driver to the client: passed on frame by frame, counted, bounded in number and in
 //! the time that its client may leave it alone. What else is to be known of a call is its [`Record`]'s business.
+//!
+//! The body of an idle stream is not polled, so it cannot end the stream. A task drops the driver's side instead.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -2,6 +2,8 @@
 //! its certificate, and the node that is asked believes them for as long as it would believe the router itself: the chain
 //! comes along, and is checked against the same CA. A ticket names its bearer, whose own certificate must say the same, so a
 //! stolen one is worth nothing; and it is over after a quarter of an hour, so rights are felt to end.
+//!
+//! A signature replaces a call to the source's node. So one call orders a transfer, and a source that restarts still accepts it.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -1,4 +1,6 @@
 //! An answer as it comes, in as many parts as it takes.
+//!
+//! Each part has its own connection, so that a retry may reach another replica.
 
 use std::fmt;
 

@@ -27,8 +27,7 @@ impl std::fmt::Display for Row {
 }
 
 /// The heads of the columns.
-pub const HEADS: &str =
-    "| # | What | Measured | Beside, in the same run | Must be | |\n| --- | --- | --- | --- | --- | --- |";
+pub const HEADS: &str = "| # | What | Measured | Compared with, in the same run | Must be | |\n| --- | --- | --- | --- | --- | --- |";
 
 fn verdict(holds: bool) -> &'static str {
     if holds { "holds" } else { "MISSED" }

@@ -1,4 +1,6 @@
 //! A backup: full or incremental, over which base, after what was interrupted. [`copy`] then reads and stores.
+//!
+//! No temporary error makes a backup full: `auto` follows the advice of the client library.
 
 mod copy;
 mod partial;

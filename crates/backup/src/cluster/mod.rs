@@ -4,6 +4,7 @@
 //!
 //! The temporary claim and the pod have names that follow from the claim's, so two runs of one claim never work at once, and
 //! what a killed one has left is found again. Snapshots have names of their own, and are found by an annotation.
+//! The pod reports by its termination message, so that no right to read logs is needed.
 
 mod objects;
 

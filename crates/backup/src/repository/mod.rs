@@ -21,6 +21,12 @@
 //!
 //! The order of writes of a backup: packs with data, packs with the maps that name them, the index. Each is durable before
 //! the next is begun that names it, so whatever ends the backup leaves packs that nothing names, which a prune removes.
+//!
+//! A backup is chunks and an index, not a reflinked image. So one repository works in a directory and in a bucket, and data is
+//! compressed and has checksums. There is no table of all chunks by hash, since it would not fit into memory for large volumes:
+//! backups share the chunks that the driver reports as unchanged, and equal chunks elsewhere are stored twice. A full backup
+//! shares nothing, so it repairs a repository in which something is damaged. The hash of a chunk is that of its stored bytes, so
+//! damaged bytes never reach zstd. Data is not encrypted: that is left to the storage.
 
 pub mod index;
 mod keep;

@@ -1,4 +1,12 @@
 //! Packs: objects of some megabytes that hold chunks, and a table of them. Making one, reading parts of one.
+//!
+//! - One object for each chunk would mean a file and a sync, or a request, for 64 KiB. So chunks are in packs.
+//! - A chunk holds the data of one cell. Smaller cells need more rows (40 bytes each) and more calls of zstd. Larger cells need
+//!   more reading for each small piece that a restore wants.
+//! - An incremental backup stores the changed blocks of a cell as one chunk and keeps the rest of the old chunk, unless half of
+//!   the cell changed. So a change of 4 KiB reads and writes 4 KiB. A cell has at most sixteen pieces.
+//! - The map of a segment is read with the 64 KiB behind it. Backups, restores and mounts ask for maps in about that order, and
+//!   in a bucket each read is a request.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -13,7 +21,7 @@ use crate::error::{Error, Result};
 
 /// A chunk is at most so long, raw: data has [`CELL`], the map of a segment more.
 pub const MAX_CHUNK: usize = 8 << 20;
-/// Raw bytes of a chunk of data. "The backup tool" in ARCHITECTURE.md says why.
+/// Raw bytes of a chunk of data.
 pub const CELL: u64 = 64 << 10;
 /// A pack is closed once it holds this number of bytes.
 pub const PACK: usize = 16 << 20;

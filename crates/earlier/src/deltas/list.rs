@@ -4,6 +4,8 @@
 //! Blocks have one size in a whole list, and are counted from the volume's beginning: the resource has block indexes, which
 //! mean nothing otherwise. It is the driver's own where its tuples have one size. Where they have not, tuples are cut at
 //! multiples of a configured size.
+//!
+//! Only the first tuple of the list shows the driver's block size. So a page that begins later opens the stream twice.
 
 use std::collections::HashMap;
 

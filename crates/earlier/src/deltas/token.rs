@@ -1,4 +1,5 @@
 //! Data tokens: each is good for the bytes of one block of one snapshot, for a while, in anybody's hands. And where those bytes are.
+//! No list of tokens is kept, so none can be revoked: they are short-lived.
 
 use std::io::SeekFrom;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,8 @@
 //! The gRPC service DifferentialSnapshot: pages of changed blocks, made from the streams of a CSI driver. Nothing is kept
 //! between two pages: each says where the next one begins, and that is where the driver's stream is begun again.
+//!
+//! `ZeroOut` needs the allocated ranges of the target, from a second stream. It is opened again further on instead of reading more
+//! than a few thousand tuples that a page does not need.
 
 use std::collections::HashMap;
 

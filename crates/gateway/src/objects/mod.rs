@@ -123,7 +123,9 @@ impl Objects {
         }
     }
 
-    /// Why what is known must not be relied on, if that is so.
+    /// Why what is known must not be relied on, if that is so. Then calls are `UNAVAILABLE` and `/readyz` fails. If the API server is
+    /// unreachable for all replicas, this takes none of them out of the Service, which cannot change then. It takes out a replica
+    /// that alone is cut off.
     pub fn missing(&self) -> Option<&'static str> {
         if !self.read().is_complete(self.with_audience) {
             return Some("the VolumeSnapshots are not listed yet");

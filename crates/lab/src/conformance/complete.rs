@@ -1,5 +1,8 @@
 //! Whether the answers are whole: everything that the suite wrote is in a tuple, and nothing that a
 //! restored volume shows lies outside.
+//!
+//! Completeness is a lower bound, since the spec lets a driver list more than what changed. More listed blocks, rounded to the
+//! driver's own unit, are a remark.
 
 use super::answer::{Answer, missing, unit};
 use super::case::{Judged, Verdict, Wrong, remarked};

@@ -1,5 +1,8 @@
 //! Runs the cases, several at once where they do not exclude each other, each within its time, and takes everything away at the
 //! end.
+//!
+//! A case waits for every earlier case in the table that it excludes, so those that share a volume keep the table's order. After a
+//! failure nothing starts until the driver answers a Probe.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;

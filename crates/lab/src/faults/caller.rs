@@ -1,5 +1,8 @@
 //! Who asks a gateway, as far as the request says: its token and its namespace. Nothing is verified here; that is the
 //! gateway's work, and what some faults get wrong.
+//!
+//! A gateway that accepts the wrong token is simulated by a second call: a refused request is repeated with the token of a caller
+//! that was accepted before.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -7,6 +7,9 @@
 //! - `proxy.rs` passes a call on; `request.rs` reads what it asks, `seen.rs` remembers what happened, `change.rs` changes the
 //!   messages of a stream and `play.rs` sends them.
 //! - `address.rs`, `listen.rs` and `upstream.rs` are the two sides of the connection.
+//!
+//! gRPC is relayed as bytes. Only the streams, the markers and the few calls that show what happened are decoded, so later versions
+//! of CSI pass unchanged.
 
 mod active;
 mod address;

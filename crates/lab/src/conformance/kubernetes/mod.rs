@@ -6,6 +6,9 @@
 //! - `found.rs` finds two snapshots and the service in front of their driver.
 //! - `cluster.rs` is what they ask: that service, in the names of callers with different rights.
 //! - `api.rs` calls the API server, and takes away again what was made there.
+//!
+//! The content of the snapshots is not known, since they are the user's. So an answer is compared with the first one. Every object
+//! in the cluster is listed by its path before the call that makes it, and deleted by that list.
 
 mod access;
 mod api;

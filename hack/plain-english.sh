@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# How plain the pages are: words a sentence on average, words of the longest sentence, and phrases that CONTRIBUTING.md rules
+# out. The average is that of prose; the other two are those of table cells too. Headings and code do not count.
+#
+#   plain-english.sh [--long | --write]
+#
+# hack/plain-english.txt lists the pages that miss the rules, with their figures. A page that misses them and is worse than
+# its line there is an error. --write writes that list anew, --long prints each sentence that is too long.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+list=hack/plain-english.txt
+measured=$(mktemp)
+trap 'rm -f "$measured"' EXIT
+
+awk -v mode="${1:-}" '
+    BEGIN {
+        split("stands before|by way of|goes|is told|are told|is no|are no|is none|so many times as|is away|are away|made twice|beside|nobody", phrases, "|")
+    }
+    function sentence(text, prose,    words, count, plain, i, from) {
+        count = split(text, words, /[ \t]+/)
+        if (count == 0) return
+        if (prose) { sentences++; total += count }
+        if (count > longest) longest = count
+        if (count > 35 && mode == "--long") print page ": " count " words: " text > "/dev/stderr"
+        plain = tolower(" " text " ")
+        gsub(/[^a-z]+/, " ", plain)
+        for (i in phrases) {
+            from = plain
+            while ((at = index(from, " " phrases[i] " ")) > 0) {
+                found++
+                from = substr(from, at + length(phrases[i]) + 1)
+                if (mode == "--long") print page ": \"" phrases[i] "\": " text > "/dev/stderr"
+            }
+        }
+    }
+    function block(text, prose,    parts, count, i) {
+        gsub(/`[^`]*`/, "CODE", text)
+        gsub(/(CODE, )+CODE/, "CODE", text)
+        gsub(/\]\([^)]*\)/, "", text)
+        gsub(/[\[*]/, "", text)
+        gsub(/[.?!]["")]* +/, "&\n", text)
+        count = split(text, parts, "\n")
+        for (i = 1; i <= count; i++) {
+            gsub(/^ +| +$/, "", parts[i])
+            if (parts[i] ~ /[A-Za-z]/) sentence(parts[i], prose)
+        }
+    }
+    function flush() { block(paragraph, 1); paragraph = "" }
+    function finish() {
+        flush()
+        if (page != "") printf "%s %.1f %d %d\n", page, sentences ? total / sentences : 0, longest, found
+        sentences = total = longest = found = fenced = 0
+    }
+    FNR == 1 { finish(); page = FILENAME }
+    /^ *```/ { flush(); fenced = !fenced; next }
+    fenced { next }
+    /^ *$/ || /^#/ { flush(); next }
+    /^ *\|/ {
+        flush()
+        count = split($0, cells, "|")
+        for (c = 1; c <= count; c++) block(cells[c], 0)
+        next
+    }
+    /^ *([-*]|[0-9]+\.) / { flush(); sub(/^ *([-*]|[0-9]+\.) /, "") }
+    { paragraph = paragraph " " $0 }
+    END { finish() }
+' README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md docs/*.md deploy/*.md crates/*/README.md >"$measured"
+
+if [ "${1:-}" = --write ]; then
+    awk '$2 > 16 || $3 > 35 || $4 > 0' "$measured" >"$list"
+fi
+awk -v list="$list" '
+    BEGIN { while ((getline < list) > 0) { average[$1] = $2; longest[$1] = $3; found[$1] = $4 } }
+    function worse(now, rule, before) { return now > rule && now > before + 0 }
+    NR == 1 { printf "%-50s %7s %7s %7s\n", "page", "average", "longest", "phrases" }
+    {
+        bad = worse($2, 16, average[$1]) || worse($3, 35, longest[$1]) || worse($4, 0, found[$1])
+        printf "%-50s %7s %7s %7s%s\n", $1, $2, $3, $4, bad ? "  worse than " list : ""
+        failed = failed || bad
+    }
+    END { exit failed }
+' "$measured" || { echo "plain-english: hack/plain-english.sh --long prints the sentences; CONTRIBUTING.md has the rules" >&2; exit 1; }
