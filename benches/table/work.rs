@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use testkit::bench::Aligned;
+use files::AlignedBuffer;
 
 use crate::host;
 
@@ -73,22 +73,22 @@ fn by_thread(path: &Path, work: Work, number: usize, started: Instant) -> (u64, 
     let mut random = Rng::with_seed(number as u64);
     let file = open(path);
     let length = host::length(&file);
-    let mut piece = Box::new(Aligned([0; PIECE]));
-    random.fill(&mut piece.0);
+    let mut piece = AlignedBuffer::new(PIECE);
+    random.fill(&mut piece);
     let block = |random: &mut Rng| random.u64(0..length / BLOCK as u64) * BLOCK as u64;
     let (mut count, mut syncs) = (0, Vec::new());
     while started.elapsed() < SAMPLE {
-        piece.0[..8].copy_from_slice(&random.u64(..).to_le_bytes());
+        piece[..8].copy_from_slice(&random.u64(..).to_le_bytes());
         match work {
             Work::Sequential => {
                 let offset = count * PIECE as u64 % (length / PIECE as u64 * PIECE as u64);
-                file.write_all_at(&piece.0, offset).expect("write");
+                file.write_all_at(&piece, offset).expect("write");
             }
             Work::Mixed if random.u8(0..10) < 7 => {
-                file.read_exact_at(&mut piece.0[..BLOCK], block(&mut random)).expect("read");
+                file.read_exact_at(&mut piece[..BLOCK], block(&mut random)).expect("read");
             }
             Work::Mixed | Work::Random { .. } => {
-                file.write_all_at(&piece.0[..BLOCK], block(&mut random)).expect("write");
+                file.write_all_at(&piece[..BLOCK], block(&mut random)).expect("write");
             }
         }
         count += 1;

@@ -6,16 +6,12 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use base::ByteRange;
-use files::{Context, DataRanges, change};
+use files::{ALIGN, Context, DataRanges, change};
 use nix::fcntl::OFlag;
 use nix::unistd::AccessFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::repository::BLOCK;
-
-/// What direct reads must be aligned to, in memory and on the device.
-pub const ALIGN: usize = BLOCK as usize;
 
 /// What a device or image is, so that an interrupted backup goes on with the same one and in the same state alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -172,7 +168,7 @@ impl Device {
                 }
                 Ok(count) => done += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                // EINVAL: the device wants another alignment for direct reads than BLOCK.
+                // EINVAL: the device wants another alignment for direct reads.
                 Err(error) if error.raw_os_error() == Some(nix::libc::EINVAL) && self.direct.is_some() => {
                     self.cached
                         .read_exact_at(&mut bytes[done..wanted], offset + done as u64)
@@ -229,7 +225,7 @@ impl<'t> Target<'t> {
         let direct = self.direct.as_ref().filter(|_| is_aligned);
         match direct.map(|file| change::write_at(file, self.path, bytes, offset)) {
             Some(Ok(())) => Ok(()),
-            // EINVAL: the device wants another alignment for direct writes than BLOCK.
+            // EINVAL: the device wants another alignment for direct writes.
             Some(Err(error)) if error.errno() != Some(nix::libc::EINVAL) => Err(error.into()),
             _ => Ok(change::write_at(self.cached, self.path, bytes, offset)?),
         }
@@ -238,30 +234,6 @@ impl<'t> Target<'t> {
     /// Makes what was written durable.
     pub fn sync(&self) -> Result<()> {
         Ok(change::sync(self.cached, self.path)?)
-    }
-}
-
-/// Memory for direct reads and writes.
-#[derive(Debug, Default)]
-pub struct Buffer {
-    bytes: Vec<u8>,
-    start: usize,
-}
-
-impl Buffer {
-    /// `length` is in bytes.
-    pub fn new(length: usize) -> Self {
-        let bytes = vec![0; length + ALIGN];
-        let start = bytes.as_ptr().align_offset(ALIGN).min(ALIGN);
-        Buffer { bytes, start }
-    }
-
-    /// The first bytes of it. Where it is too short it becomes longer, and holds zeros.
-    pub fn part(&mut self, length: usize) -> &mut [u8] {
-        if self.bytes.len() < self.start + length {
-            *self = Buffer::new(length);
-        }
-        &mut self.bytes[self.start..self.start + length]
     }
 }
 

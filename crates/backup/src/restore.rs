@@ -9,11 +9,11 @@ use std::sync::{Mutex, PoisonError};
 
 use base::Stop;
 use files::durable::Draft;
-use files::{Context, change};
+use files::{AlignedBuffer, Context, change};
 use nix::fcntl::OFlag;
 use serde::Serialize;
 
-use crate::device::{self, Buffer, Device, Target, is_zeros};
+use crate::device::{self, Device, Target, is_zeros};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use crate::repository::pack::Packs;
@@ -155,7 +155,7 @@ const LONGEST_WRITE: usize = 1 << 20;
 struct Run {
     start: u64,
     length: usize,
-    bytes: Buffer,
+    bytes: AlignedBuffer,
 }
 
 struct Job<'r> {
@@ -436,7 +436,7 @@ fn compare_segment(
         Err(_) => Segment::default(),
     };
     let mut differing = Vec::new();
-    let mut buffer = Buffer::new(WINDOW as usize);
+    let mut buffer = AlignedBuffer::new(WINDOW as usize);
     // What the backup has as zeros, in windows that hold nothing of it as well.
     for start_of_window in (start..end).step_by(WINDOW as usize) {
         stop.check()?;

@@ -1,8 +1,9 @@
-//! Files: errors that name the path, writes that survive a power cut, the fail points before them, and which
-//! parts of a sparse file hold data. Nothing here knows what a file is for.
+//! Files: errors that name the path, writes that survive a power cut, the fail points before them, which parts of a
+//! sparse file hold data, and memory for direct I/O. Nothing here knows what a file is for.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
+mod buffer;
 pub mod change;
 pub mod durable;
 pub mod failpoint;
@@ -12,6 +13,7 @@ mod ranges;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub use buffer::{ALIGN, AlignedBuffer};
 pub use ranges::{DataRanges, punch_hole};
 
 /// A call into the kernel that failed: what was attempted, on which path, and the reason.

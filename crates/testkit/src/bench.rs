@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use files::AlignedBuffer;
+
 /// A row: what was measured, beside what, the limit, and whether it holds.
 pub struct Row {
     pub id: &'static str,
@@ -64,22 +66,18 @@ impl Drop for Process {
     }
 }
 
-/// A page for direct I/O, whose memory begins where the device wants it.
-#[repr(align(4096))]
-pub struct Aligned<const N: usize>(pub [u8; N]);
-
 /// Writes noise to a device or file from its start on, past the page cache and in order, and flushes it.
 pub fn write_direct(path: &Path, bytes: u64) -> Duration {
     const PIECE: usize = 1 << 20;
     let mut options = File::options();
     options.write(true).create(true).truncate(false).custom_flags(libc::O_DIRECT);
     let file = options.open(path).expect("open for direct I/O");
-    let mut piece = Box::new(Aligned([0; PIECE]));
-    fastrand::Rng::with_seed(bytes).fill(&mut piece.0);
+    let mut piece = AlignedBuffer::new(PIECE);
+    fastrand::Rng::with_seed(bytes).fill(&mut piece);
     let began = Instant::now();
     for offset in (0..bytes).step_by(PIECE) {
-        piece.0[..8].copy_from_slice(&offset.to_le_bytes());
-        file.write_all_at(&piece.0, offset).expect("write");
+        piece[..8].copy_from_slice(&offset.to_le_bytes());
+        file.write_all_at(&piece, offset).expect("write");
     }
     file.sync_all().expect("flush");
     began.elapsed()

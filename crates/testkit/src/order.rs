@@ -13,24 +13,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use files::AlignedBuffer;
+
 use super::BLOCK;
 
 /// Blocks of data that a writer has.
 const SLOTS: u64 = 2048;
 /// Bytes of a device that a writer needs: its log block and its data.
 pub const WRITER_BYTES: u64 = (1 + SLOTS) * BLOCK;
-
-/// A block in memory, aligned as direct I/O wants it.
-#[repr(C, align(4096))]
-struct Aligned([u8; BLOCK as usize]);
-
-impl Aligned {
-    fn of(number: u64) -> Box<Self> {
-        let mut block = Box::new(Aligned([0; BLOCK as usize]));
-        block.0.copy_from_slice(&number.to_le_bytes().repeat(BLOCK as usize / 8));
-        block
-    }
-}
 
 /// Where a writer's blocks are.
 fn log_at(writer: u64) -> u64 {
@@ -95,15 +85,15 @@ fn write(
     stop: &AtomicBool,
     written: &AtomicU64,
 ) -> Duration {
-    let mut longest = Duration::ZERO;
+    let (mut block, mut longest) = (AlignedBuffer::new(BLOCK as usize), Duration::ZERO);
     for number in first.. {
         if stop.load(Ordering::Relaxed) {
             break;
         }
-        let block = Aligned::of(number);
+        block.copy_from_slice(&number.to_le_bytes().repeat(BLOCK as usize / 8));
         for (file, offset) in [(data, data_at(writer, number)), (log, log_at(writer))] {
             let started = Instant::now();
-            file.write_all_at(&block.0, offset).expect("write");
+            file.write_all_at(&block, offset).expect("write");
             longest = longest.max(started.elapsed());
         }
         written.fetch_add(1, Ordering::Relaxed);

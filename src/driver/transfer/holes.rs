@@ -4,8 +4,7 @@ use std::borrow::Cow;
 use std::iter::Peekable;
 
 use base::ByteRange;
-
-use super::write::ALIGN;
+use files::ALIGN;
 
 /// What holds no data in `bytes`, which begin on a block. `parts` is what holds data there and behind, and is consumed up to
 /// the end of `bytes`. Parts are widened to what direct writes must be aligned to.

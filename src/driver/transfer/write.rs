@@ -10,20 +10,16 @@ use crate::driver::Error;
 use crate::driver::transfer_table::Progress;
 use crate::sys::clone;
 use base::Stopped;
-use files::change;
+use files::{AlignedBuffer, change};
 
 /// The most bytes that are written at once. Each write past the page cache waits for the disk.
 pub(super) const GATHERED: usize = 2 << 20;
 /// Pieces of that size: one that is filled, one that is written, and some that wait.
 pub(super) const PIECES: usize = 4;
-/// What direct writes must be aligned to, in memory and in the file.
-pub(super) const ALIGN: usize = 4096;
 
 /// Bytes that follow each other in the file, and match their hashes.
 pub(super) struct Piece {
-    /// Holds [`GATHERED`] bytes from `start` on, which is aligned.
-    memory: Vec<u8>,
-    start: usize,
+    memory: AlignedBuffer,
     length: usize,
     /// Where they go in the file.
     offset: u64,
@@ -31,13 +27,11 @@ pub(super) struct Piece {
 
 impl Piece {
     fn new() -> Self {
-        let memory = vec![0; GATHERED + ALIGN];
-        let start = memory.as_ptr().align_offset(ALIGN);
-        Piece { memory, start, length: 0, offset: 0 }
+        Piece { memory: AlignedBuffer::new(GATHERED), length: 0, offset: 0 }
     }
 
     fn bytes(&self) -> &[u8] {
-        &self.memory[self.start..self.start + self.length]
+        &self.memory[..self.length]
     }
 
     /// Takes the beginning of `bytes`, which go to `offset`, and returns what does not fit.
@@ -49,8 +43,7 @@ impl Piece {
             return bytes;
         }
         let (taken, rest) = bytes.split_at(bytes.len().min(GATHERED - self.length));
-        let at = self.start + self.length;
-        self.memory[at..at + taken.len()].copy_from_slice(taken);
+        self.memory[self.length..][..taken.len()].copy_from_slice(taken);
         self.length += taken.len();
         rest
     }

@@ -9,6 +9,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use csi_client::{block_capability, new_volume};
+use files::AlignedBuffer;
 
 use super::{Disk, StorageTrouble, health, storage, storage_tells};
 use testkit::content::block_bytes;
@@ -22,16 +23,14 @@ const TOGETHER: [u64; 3] = [250, 33, 7];
 fn fill(device: &Path, part: Range<u64>, together: u64) -> Vec<u64> {
     let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).expect("open");
     let length = (together * BLOCK) as usize;
-    let mut buffer = vec![0u8; length + 4096];
-    let start = buffer.as_ptr().align_offset(4096);
+    let mut request = AlignedBuffer::new(length);
     let mut acknowledged = Vec::new();
     let mut first = part.start;
     while first + together <= part.end {
-        let request = &mut buffer[start..start + length];
         for (block, bytes) in (first..).zip(request.chunks_exact_mut(BLOCK as usize)) {
             bytes.copy_from_slice(&block_bytes(block, 7));
         }
-        if file.write_all_at(request, first * BLOCK).and_then(|()| file.sync_all()).is_ok() {
+        if file.write_all_at(&request, first * BLOCK).and_then(|()| file.sync_all()).is_ok() {
             acknowledged.extend(first..first + together);
         }
         first += together;

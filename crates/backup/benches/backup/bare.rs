@@ -7,21 +7,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use files::AlignedBuffer;
 use nix::fcntl::OFlag;
-
-/// Memory that direct reads and writes can go to.
-struct Buffer(Vec<u8>);
-
-impl Buffer {
-    fn new() -> Self {
-        Buffer(vec![1; (1 << 20) + 4096])
-    }
-
-    fn part(&mut self, length: usize) -> &mut [u8] {
-        let start = self.0.as_ptr().align_offset(4096);
-        &mut self.0[start..start + length]
-    }
-}
 
 fn create(path: &Path, size: u64) -> File {
     let flags = OFlag::O_DIRECT.bits();
@@ -66,12 +53,13 @@ pub fn write(to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
 }
 
 /// Goes through ranges of at most 1 MiB in their order, in this number of threads.
-fn each(ranges: &[Range<u64>], threads: usize, work: impl Fn(&mut Buffer, &Range<u64>) + Sync) {
+fn each(ranges: &[Range<u64>], threads: usize, work: impl Fn(&mut AlignedBuffer, &Range<u64>) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let mut buffer = Buffer::new();
+                let mut buffer = AlignedBuffer::new(1 << 20);
+                buffer.fill(1);
                 while let Some(range) = ranges.get(next.fetch_add(1, Ordering::Relaxed)) {
                     work(&mut buffer, range);
                 }

@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use base::{ByteRange, Stop};
+use files::AlignedBuffer;
 
 use super::{Job, Ranges, Request, partial};
-use crate::device::{Buffer, Device, is_zeros};
+use crate::device::{Device, is_zeros};
 use crate::error::{Error, Result};
 use crate::plan::{self, Listed, Read, Segments};
 use crate::progress::{Limit, Progress};
@@ -282,7 +283,7 @@ impl<'r> Run<'r> {
 
     /// What a reading thread does.
     fn work(&self, queue: &Mutex<Receiver<Order<'r>>>) {
-        let mut buffer = Buffer::new((plan::READ_BLOCKS as u64 * BLOCK) as usize);
+        let mut buffer = AlignedBuffer::new((plan::READ_BLOCKS as u64 * BLOCK) as usize);
         let mut compressor = match Compressor::new(self.request.level) {
             Ok(compressor) => compressor,
             Err(error) => return self.fail(error),
@@ -308,7 +309,7 @@ impl<'r> Run<'r> {
         &self,
         work: &Work<'_>,
         read: &Read,
-        buffer: &mut Buffer,
+        buffer: &mut AlignedBuffer,
         compressor: &mut Compressor,
     ) -> Result<()> {
         let bytes = |blocks: u32| u64::from(blocks) * BLOCK;

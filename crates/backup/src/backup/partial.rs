@@ -6,9 +6,11 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use files::AlignedBuffer;
+
 use super::Request;
 use super::copy::Run;
-use crate::device::{Buffer, Device, is_zeros};
+use crate::device::{Device, is_zeros};
 use crate::error::Result;
 use crate::repository::index::envelope;
 use crate::repository::pack::Packs;
@@ -95,7 +97,7 @@ fn differs(
     let mut done = partial.done.clone();
     done.sort_unstable();
     let index = as_index(partial);
-    let mut buffer = Buffer::new(SEGMENT as usize / 1024);
+    let mut buffer = AlignedBuffer::new(SEGMENT as usize / 1024);
     for number in done.iter().step_by(done.len() / SAMPLES + 1) {
         let mut packs = Packs::default();
         let segment = match index.segments.binary_search_by_key(number, |of| of.number) {

@@ -14,9 +14,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use files::AlignedBuffer;
 use serde::{Deserialize, Serialize};
 
-use crate::device::ALIGN;
 use crate::error::{Error, Result};
 
 /// A chunk is at most so long, raw: data has [`CELL`], the map of a segment more.
@@ -245,17 +245,17 @@ impl Compressor {
 
 /// The memory of packs that are stored, for the next ones: the kernel clears every page of fresh memory.
 #[derive(Clone, Debug, Default)]
-pub struct Spare(Arc<Mutex<Vec<Vec<u8>>>>);
+pub struct Spare(Arc<Mutex<Vec<AlignedBuffer>>>);
 
 impl Spare {
-    fn buffers(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+    fn buffers(&self) -> MutexGuard<'_, Vec<AlignedBuffer>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Memory that goes back when it is dropped.
 struct Lent {
-    bytes: Vec<u8>,
+    bytes: AlignedBuffer,
     to: Spare,
 }
 
@@ -274,9 +274,9 @@ impl Drop for Lent {
 /// A pack in the making.
 #[derive(Debug)]
 pub struct OpenPack {
-    bytes: Vec<u8>,
-    /// Where the pack begins in `bytes`: aligned, so that it can be written past the page cache.
-    start: usize,
+    /// As long as the chunks of a pack become; the first `length` bytes are in use.
+    bytes: AlignedBuffer,
+    length: usize,
     table: Vec<u8>,
     spare: Spare,
 }
@@ -284,19 +284,16 @@ pub struct OpenPack {
 impl OpenPack {
     /// An empty one.
     pub fn new(spare: &Spare) -> Self {
-        // What is not written to takes no memory; growing would, for a while that of two packs, and it would move the start.
-        let new = || Vec::with_capacity(ALIGN + PACK + MAX_CHUNK);
-        let mut bytes: Vec<u8> = spare.buffers().pop().unwrap_or_else(new);
-        let start = bytes.as_ptr().align_offset(ALIGN).min(ALIGN);
-        bytes.clear();
-        bytes.resize(start, 0);
-        OpenPack { bytes, start, table: Vec::new(), spare: spare.clone() }
+        // What is not written to takes no memory.
+        let bytes = spare.buffers().pop().unwrap_or_else(|| AlignedBuffer::new(PACK + MAX_CHUNK));
+        OpenPack { bytes, length: 0, table: Vec::new(), spare: spare.clone() }
     }
 
     /// Takes a chunk and says its number.
     pub fn push(&mut self, chunk: &Chunk) -> u32 {
         let number = self.table.len() / ROW;
-        self.bytes.extend_from_slice(&chunk.stored);
+        self.bytes[self.length..][..chunk.stored.len()].copy_from_slice(&chunk.stored);
+        self.length += chunk.stored.len();
         self.table.extend_from_slice(&(chunk.stored.len() as u32).to_le_bytes());
         self.table.extend_from_slice(&chunk.raw.to_le_bytes());
         self.table.extend_from_slice(&chunk.hash);
@@ -305,12 +302,12 @@ impl OpenPack {
 
     /// Whether it is time to close it.
     pub fn is_full(&self) -> bool {
-        self.bytes.len() - self.start >= PACK || self.table.len() >= MAX_ROWS * ROW
+        self.length >= PACK || self.table.len() >= MAX_ROWS * ROW
     }
 
     /// Closes it: what names it, and the parts of the object.
     pub fn close(self) -> (PackRef, [Bytes; 2]) {
-        let chunks = Bytes::from_owner(Lent { bytes: self.bytes, to: self.spare }).slice(self.start..);
+        let chunks = Bytes::from_owner(Lent { bytes: self.bytes, to: self.spare }).slice(..self.length);
         let pack = PackRef {
             id: *blake3::hash(&self.table).as_bytes(),
             bytes: (chunks.len() + self.table.len()) as u32,

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use bytes::Bytes;
+use files::AlignedBuffer;
 
 use super::pack::{PackRef, Packs, Row, read_table};
 use super::{BLOCK, Extent, Index, Repository, SEGMENT, Segment, SegmentRef, pack_name};
-use crate::device::Buffer;
 use crate::error::{Error, Result};
 
 /// Parts of a pack that are read at once, and what may lie between them unused.
@@ -118,7 +118,7 @@ impl Repository {
         emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
     ) -> Result<()> {
         pieces.sort_unstable_by_key(|piece| (piece.pack.id, piece.chunk, piece.offset));
-        let mut buffer = Buffer::default();
+        let mut buffer = AlignedBuffer::default();
         for pieces in pieces.chunk_by(|a, b| a.pack == b.pack) {
             let pack = &pieces[0].pack;
             let table = self.table(pack)?;

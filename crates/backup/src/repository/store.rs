@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use base::Stop;
 use bytes::Bytes;
-use files::{change, durable};
+use files::{ALIGN, AlignedBuffer, change, durable};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
@@ -22,7 +22,7 @@ use tokio::runtime::Handle;
 use tokio::time::timeout;
 
 use super::patience::{self, BySize};
-use crate::device::{ALIGN, Buffer, Device, Target};
+use crate::device::{Device, Target};
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
 use crate::wait::wait;
@@ -97,7 +97,7 @@ impl Store {
     }
 
     /// Writes an object, durably and as one step: under its name there is nothing of it, or all. One that is there
-    /// already is replaced. Quicker where the parts are aligned as [`Device`] has it.
+    /// already is replaced. Quicker where the parts are aligned to [`ALIGN`].
     pub async fn put(&self, name: &str, parts: Vec<Bytes>) -> Result<()> {
         if let Some(dir) = &self.dir
             && parts.iter().map(|part| part.len() as u64).sum::<u64>() >= LARGE
@@ -245,7 +245,12 @@ impl Store {
     }
 
     /// The same into a buffer, and quicker where the part is large.
-    pub fn read_into<'b>(&self, name: &str, range: Range<u64>, buffer: &'b mut Buffer) -> Result<&'b [u8]> {
+    pub fn read_into<'b>(
+        &self,
+        name: &str,
+        range: Range<u64>,
+        buffer: &'b mut AlignedBuffer,
+    ) -> Result<&'b [u8]> {
         let length = (range.end - range.start) as usize;
         let device = match &self.dir {
             Some(dir) if length as u64 >= LARGE => Device::open(&dir.join(name)).ok(),

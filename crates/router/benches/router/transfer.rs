@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, from_snapshot, new_volume};
+use files::AlignedBuffer;
 use rustls::pki_types::ServerName;
 use serve::mutual::{Files, Mutual, Role};
 use testkit::PoolKind;
@@ -103,24 +104,27 @@ async fn bare_copy(cluster: &Cluster, source: &Path, target: &Path) -> Duration 
     });
     let connection = TcpStream::connect(address).await.expect("connect");
     let mut connection = connector.connect(name(), connection).await.expect("a handshake");
-    // With the place where the aligned bytes begin.
-    let (arrived, mut waiting) = mpsc::channel::<(Vec<u8>, usize)>(4);
+    let (arrived, mut waiting) = mpsc::channel::<AlignedBuffer>(4);
+    let (written, mut empty) = mpsc::channel(6);
+    for _ in 0..6 {
+        written.try_send(AlignedBuffer::new(PIECE)).expect("room");
+    }
     let writing = std::thread::spawn(move || {
         for at in (0..DATA).step_by(PIECE) {
-            let (piece, start) = waiting.blocking_recv().expect("the receiver is there");
-            into.write_all_at(&piece[start..start + PIECE], at).expect("write");
+            let piece = waiting.blocking_recv().expect("the receiver is there");
+            into.write_all_at(&piece, at).expect("write");
+            // After the last piece nobody waits for an empty one.
+            let _ = written.try_send(piece);
         }
         into.sync_all().expect("sync");
     });
     for _ in 0..DATA / PIECE as u64 {
-        let mut piece = vec![0; PIECE + BLOCK];
-        let start = piece.as_ptr().align_offset(BLOCK);
-        let bytes = &mut piece[start..start + PIECE];
-        connection.read_exact(bytes).await.expect("receive");
-        for block in bytes.chunks(BLOCK) {
+        let mut piece = empty.recv().await.expect("the writer is there");
+        connection.read_exact(&mut piece).await.expect("receive");
+        for block in piece.chunks(BLOCK) {
             std::hint::black_box(blake3::hash(block));
         }
-        arrived.send((piece, start)).await.expect("the writer is there");
+        arrived.send(piece).await.expect("the writer is there");
     }
     drop(arrived);
     tokio::task::spawn_blocking(|| writing.join()).await.expect("join").expect("the writer");
