@@ -106,8 +106,9 @@ conformance-many: deps ## cbt-lab conformance with a million changes between two
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)
 
-seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver
+seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver and of a repository
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --test suite -- seeds
+	DELTAPATH_SEEDS=1 $(CARGO) test --locked --package cbt-backup --lib -- seeds
 
 power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
 	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
