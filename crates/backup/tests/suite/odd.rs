@@ -150,11 +150,7 @@ fn table() -> Vec<Row> {
     for (code, words, before) in [
         (1, "a\\nb\\u{1b}[2J", &["verify", "ID", "--against"][..]),
         (1, "a\\nb\\u{1b}[2J", &["restore", "ID", "--to"]),
-        (
-            1,
-            "a\\nb\\u{1b}[2J",
-            &["full", "--volume", "v", "--report", "@/dir/x", "--device", "@/gone", "--repository"],
-        ),
+        (1, "a\\nb\\u{1b}[2J", &["list", "--repository"]),
     ] {
         let arguments = before.iter().copied().chain([path.as_str()]).map(str::to_owned).collect();
         rows.push(Row { arguments, code, words, is_nobody: false });
@@ -260,7 +256,7 @@ impl Stream {
     }
 }
 
-/// A program that was stored its backup, or printed all that its reader wanted, has not failed.
+/// A command that has stored its backup, or printed all that its reader wanted, has not failed.
 #[test]
 fn streams_that_nobody_takes_end_no_work() {
     let place = Place::new();
@@ -286,7 +282,8 @@ fn streams_that_nobody_takes_end_no_work() {
     ];
     for (arguments, code, code_if_full) in commands {
         for (out, err) in STREAMS.iter().flat_map(|out| STREAMS.map(|err| (*out, err))) {
-            for output in ["text", "json"] {
+            let outputs = ["text", "json"].into_iter().take(if err == Stream::Read { 2 } else { 1 });
+            for output in outputs {
                 let program = place.command(&[arguments, &["--output", output]].concat());
                 let closed = [(out, ">&-"), (err, "2>&-")];
                 let closed = closed.map(|(of, how)| if of == Stream::Closed { how } else { "" }).join(" ");

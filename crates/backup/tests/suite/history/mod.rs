@@ -8,6 +8,7 @@
 
 mod odd;
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::PathBuf;
@@ -250,10 +251,13 @@ impl Life {
         if !self.place.repository().join("repository").exists() {
             return;
         }
+        let last = self.backups.keys().next_back().cloned();
         for about in self.place.ok(&["list"]).as_array().expect("a list") {
             let handle = about["snapshot"].as_str().expect("a snapshot").to_owned();
-            if let std::collections::btree_map::Entry::Vacant(new) = self.backups.entry(id(about)) {
+            if let Entry::Vacant(new) = self.backups.entry(id(about)) {
                 assert!(handles.contains(&handle), "{about} of none of {handles:?}");
+                // Whatever the clock says.
+                assert!(last.as_ref() < Some(new.key()), "{about} comes before {last:?}");
                 new.insert(handle);
             }
         }
