@@ -95,8 +95,8 @@ soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btr
 order: deps ## Copies of devices under write keep the order of writes: COPIES=300 in each of 23 ways
 	DELTAPATH_ORDER_COPIES=$(COPIES) hack/no-leaks.sh $(CARGO) test --locked --test suite -- order:: --include-ignored --nocapture --test-threads 1
 
-backup-lives: ## Random lives of a repository, LIVES=50: backups, prunes and restores of cbt-backup killed at any moment
-	DELTAPATH_BACKUP_LIVES=$(LIVES) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- history:: --nocapture
+backup-lives: ## Random lives of a repository, LIVES=50, a fourth of them in a bucket: several commands at once, killed at any moment
+	DELTAPATH_BACKUP_LIVES=$(LIVES) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- history:: --nocapture --test-threads=4
 
 backup-power: ## Cut the power of a machine with a repository on it and audit what is found, BACKUP_CUTS=100 times on each filesystem
 	DELTAPATH_BACKUP_CUTS=$(BACKUP_CUTS) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- power:: --nocapture
@@ -107,8 +107,9 @@ conformance-many: deps ## cbt-lab conformance with a million changes between two
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)
 
-seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver
+seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver and of a repository
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --test suite -- seeds
+	DELTAPATH_SEEDS=1 $(CARGO) test --locked --package cbt-backup --lib -- seeds
 
 power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
 	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture

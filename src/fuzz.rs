@@ -2,7 +2,7 @@
 //! cargo-fuzz (the feature `fuzz`).
 //!
 //! A target takes bytes and panics where an invariant does not hold. It is in the layer that it tests, in a file `fuzz.rs`;
-//! this file lists them. `make fuzz` runs each under libFuzzer, which searches for new paths through the code (`fuzz/`); the
+//! this file lists them; those of cbt-backup are in its crate. `make fuzz` runs each under libFuzzer, which searches for new paths through the code (`fuzz/`); the
 //! test below runs each on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
 
 use crate::{csi, driver, store};
@@ -36,4 +36,14 @@ pub fn run(name: &str, bytes: &[u8]) {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    #[test]
+    fn every_target_bears_its_corpus_and_mutations_of_it() {
+        testkit::fuzz::run(&super::TARGETS);
+    }
+
+    #[test]
+    fn every_target_has_its_file_and_its_corpus() {
+        testkit::fuzz::are_complete(&super::TARGETS, |name| !name.starts_with("backup_"));
+    }
+}

@@ -101,11 +101,12 @@ impl Error {
 
     /// Whether the repository's content is at fault, and not its storage or its user.
     pub fn is_damage(&self) -> bool {
-        match self {
-            Error::Damaged { .. } => true,
-            Error::Store { source, .. } => matches!(source, object_store::Error::NotFound { .. }),
-            _ => false,
-        }
+        matches!(self, Error::Damaged { .. }) || self.is_not_found()
+    }
+
+    /// Whether an object is not there.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Error::Store { source: object_store::Error::NotFound { .. }, .. })
     }
 
     /// Whether a full backup can be made where an incremental one failed with this: its base is damaged, or the driver

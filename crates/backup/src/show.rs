@@ -214,13 +214,18 @@ fn legend(has_colour: bool) -> String {
 /// The longest name in a table.
 const LONGEST_NAME: usize = 48;
 
-/// A name as a terminal may show it, on one line and not too long: what is in a repository may be any text.
-pub fn shown(name: &str) -> String {
+/// Text as a terminal may show it, on one line: what is in a repository, or the name of a file, may hold anything.
+pub fn plain(text: &str) -> String {
     let escape = |c: char| match c {
         '\\' | '"' | '\'' => c.to_string(),
         c => c.escape_debug().to_string(),
     };
-    let text: String = name.chars().map(escape).collect();
+    text.chars().map(escape).collect()
+}
+
+/// The same of a name in a table, and not too long.
+pub fn shown(name: &str) -> String {
+    let text = plain(name);
     match text.char_indices().nth(LONGEST_NAME) {
         Some(_) => text.chars().take(LONGEST_NAME - 1).chain(['…']).collect(),
         None => text,

@@ -9,6 +9,7 @@ pub mod cluster;
 pub mod content;
 pub mod disk;
 pub mod earlier;
+pub mod fuzz;
 pub mod gateway;
 pub mod lab;
 pub mod network;

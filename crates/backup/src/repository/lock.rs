@@ -41,7 +41,7 @@ pub enum Mode {
 
 /// What a lock object says, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
-struct Holder {
+pub struct Holder {
     mode: Mode,
     command: String,
     host: String,
@@ -70,7 +70,7 @@ impl Holder {
     }
 
     /// Whether it is known that its process has ended.
-    fn is_gone(&self) -> bool {
+    pub fn is_gone(&self) -> bool {
         let (Some(held_at), Some(began)) = (&self.place, self.started) else { return false };
         let pid = nix::unistd::Pid::from_raw(self.pid as i32);
         let is_here = self.pid > 0 && self.pid <= i32::MAX as u32 && place().as_ref() == Some(held_at);
@@ -403,7 +403,7 @@ impl Held {
             }
             let bytes = match self.store.get(&name, MAX_NOTE) {
                 // Freed meanwhile.
-                Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => continue,
+                Err(error) if error.is_not_found() => continue,
                 bytes => bytes?,
             };
             let holder: Holder =

@@ -28,6 +28,8 @@
 //! shares nothing, so it repairs a repository in which something is damaged. The hash of a chunk is that of its stored bytes, so
 //! damaged bytes never reach zstd. Data is not encrypted: that is left to the storage.
 
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 pub mod index;
 mod keep;
 pub mod lock;
@@ -89,6 +91,15 @@ pub struct Partial {
     pub source: Option<Identity>,
 }
 
+impl Partial {
+    /// Reads one, and checks that it holds together.
+    fn decode(bytes: &[u8], name: &str) -> Result<Self> {
+        let partial: Partial = index::open(bytes, name)?;
+        index::check(&partial.about, &partial.packs, &partial.segments, name)?;
+        Ok(partial)
+    }
+}
+
 /// An open repository.
 #[derive(Debug)]
 pub struct Repository {
@@ -106,7 +117,7 @@ impl Repository {
         let store = Store::open(url, false, runtime, stop)?;
         match store.get(CONFIG, MAX_NOTE) {
             Ok(bytes) => index::open::<Config>(&bytes, CONFIG)?,
-            Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => {
+            Err(error) if error.is_not_found() => {
                 // A bucket that does not exist is another error.
                 store.top()?;
                 return Err(Error::refused(format!(
@@ -121,9 +132,7 @@ impl Repository {
     /// The same, and makes one where there is nothing yet.
     pub fn open_or_create(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
         let store = Store::open(url, true, runtime, stop)?;
-        if let Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) =
-            store.get(CONFIG, MAX_NOTE)
-        {
+        if store.get(CONFIG, MAX_NOTE).is_err_and(|error| error.is_not_found()) {
             // The root of an ext4 is empty.
             let is_other = |name: &String| name != "lock" && name != "lost+found";
             if let Some(first) = store.top()?.into_iter().find(is_other) {
@@ -249,12 +258,10 @@ impl Repository {
     /// What was interrupted.
     pub fn partials(&self) -> Result<Vec<(String, Result<Partial>)>> {
         let list = self.store.list("partial")?.into_iter().map(|object| object.location.to_string());
-        let read = |name: &String| {
-            let partial: Partial = index::open(&self.store.get(name, MAX_INDEX)?, name)?;
-            index::check(&partial.about, &partial.packs, &partial.segments, name)?;
-            Ok(partial)
-        };
-        Ok(list.map(|name| (name.clone(), read(&name))).collect())
+        let read = |name: &String| Partial::decode(&self.store.get(name, MAX_INDEX)?, name);
+        let found = list.map(|name| (name.clone(), read(&name)));
+        // What a backup beside this command has removed is done.
+        Ok(found.filter(|(_, partial)| !matches!(partial, Err(error) if error.is_not_found())).collect())
     }
 
     /// What a verify has found wrong with a backup.
@@ -262,7 +269,7 @@ impl Repository {
         let name = format!("damaged/{id}");
         match self.store.get(&name, MAX_NOTE).and_then(|bytes| index::open(&bytes, &name)) {
             Ok(what) => Ok(Some(what)),
-            Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => Ok(None),
+            Err(error) if error.is_not_found() => Ok(None),
             // That there is a mark says enough.
             Err(error) if error.is_damage() => Ok(Some("the note about it cannot be read".into())),
             Err(error) => Err(error),
@@ -328,17 +335,22 @@ pub fn random_digits(count: usize) -> Result<String> {
 mod tests {
     use super::*;
 
+    pub fn runtime() -> tokio::runtime::Runtime {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(2).enable_all().build().expect("a runtime")
+    }
+
+    /// A repository in a directory, made where there is none.
+    pub fn open(dir: &std::path::Path, runtime: &tokio::runtime::Runtime) -> Repository {
+        Repository::open_or_create(&dir.to_string_lossy(), runtime.handle(), &Stop::default())
+            .expect("a repository")
+    }
+
     #[test]
     fn every_id_comes_after_all_others() {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
-        let repository =
-            Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle(), &Stop::default())
-                .expect("a repository");
+        let runtime = runtime();
+        let repository = open(dir.path(), &runtime);
         let mut ids: Vec<String> = Vec::new();
         for seconds in [1_800_000_000, 1_900_000_000, 1_800_000_000, 0, 253_402_207_199, 5] {
             let now = jiff::Timestamp::from_second(seconds).expect("a time");

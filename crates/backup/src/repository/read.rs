@@ -206,24 +206,14 @@ pub fn pieces(number: u32, extents: &[Extent], packs: &Packs) -> Vec<Piece> {
 #[expect(clippy::disallowed_methods, reason = "what is done to a repository from outside")]
 mod tests {
     use super::super::pack::{Compressor, OpenPack, Spare};
+    use super::super::tests::runtime;
     use super::*;
 
     #[test]
     fn maps_that_follow_are_at_hand_and_their_damage_is_theirs_alone() {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
-        let open = || {
-            let repository = Repository::open_or_create(
-                &dir.path().to_string_lossy(),
-                runtime.handle(),
-                &base::Stop::default(),
-            );
-            repository.expect("a repository")
-        };
+        let runtime = runtime();
+        let open = || super::super::tests::open(dir.path(), &runtime);
         // Noise, so that what is stored is as long: six chunks are not quite what is read at once.
         let mut random = fastrand::Rng::with_seed(3);
         let contents: Vec<Vec<u8>> = (0..20)

@@ -266,10 +266,5 @@ mod tests {
             }
             prop_assert_eq!(back, segment);
         }
-
-        #[test]
-        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Segment::decode(&bytes, &mut Packs::default());
-        }
     }
 }

@@ -4,14 +4,14 @@
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use base::Stop;
 use bytes::Bytes;
 use files::{ALIGN, AlignedBuffer, change, durable};
 use futures_util::{StreamExt, TryStreamExt, stream};
-use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as Name;
 use object_store::prefix::PrefixStore;
@@ -25,23 +25,30 @@ use super::patience::{self, BySize};
 use crate::device::{Device, Target};
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
-use crate::wait::wait;
+use crate::wait::{unless, wait};
 
 /// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
 /// only pass through.
 const LARGE: u64 = 256 << 10;
 
 /// Objects that are read at once, where each is small, and their bytes where they are not.
-const AT_ONCE: u64 = 64;
+const AT_ONCE: u64 = 128;
 const AT_ONCE_BYTES: u64 = 64 << 20;
+
+/// What writes under way have left when a command is stopped: with what follows, less than a pod's 30 seconds.
+const LAST: Duration = Duration::from_secs(10);
+/// What each write has that is begun later, such as the removal of the lock.
+const LEAST: Duration = Duration::from_secs(1);
 
 /// A directory or a bucket.
 #[derive(Clone, Debug)]
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
     runtime: Handle,
-    /// Ends what reads; what writes comes to its end.
+    /// Ends what reads at once, and what writes after [`LAST`].
     stop: Stop,
+    /// When a write first saw the stop.
+    stopped: Arc<OnceLock<Instant>>,
     /// Where it is a directory.
     dir: Option<PathBuf>,
 }
@@ -57,20 +64,25 @@ impl Store {
             let _entered = runtime.enter();
             let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
             let builder = builder.with_http_connector(BySize).with_retry(patience::retries());
-            let s3 = builder.with_conditional_put(S3ConditionalPut::ETagMatch).build();
-            let s3 = s3.map_err(|error| wrong(error.to_string()))?;
-            if std::env::var_os("AWS_SKIP_SIGNATURE").is_none() {
-                let found = runtime.block_on(s3.credentials().get_credential());
-                found.map_err(|error| {
-                    tracing::info!("{}", base::report(&error));
-                    wrong("there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY".into())
-                })?;
+            let builder = builder.with_conditional_put(S3ConditionalPut::ETagMatch);
+            let is_signed = builder.get_config_value(&Key::SkipSignature).as_deref() != Some("true");
+            if is_signed && !has_credentials(&builder) && !may_ask_the_machine() {
+                return Err(wrong(
+                    "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or \
+                     AWS_EC2_METADATA_DISABLED=false to use the role of the cloud's machine"
+                        .into(),
+                ));
+            }
+            let s3 = builder.build().map_err(|error| wrong(error.to_string()))?;
+            if is_signed {
+                let found = wait(runtime, stop, s3.credentials().get_credential())?;
+                found.map_err(|error| wrong(format!("no credentials: {}", base::report(&error))))?;
             }
             let inner: Arc<dyn ObjectStore> = match prefix.trim_matches('/') {
                 "" => Arc::new(s3),
                 prefix => Arc::new(PrefixStore::new(s3, prefix)),
             };
-            return Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: None });
+            return Ok(Self::of(inner, None, runtime, stop));
         }
         let dir = Path::new(url);
         if dir.exists() && !dir.is_dir() {
@@ -82,8 +94,11 @@ impl Store {
         }
         // An object is a file that is written beside, synced, renamed, and its directory synced.
         let local = LocalFileSystem::new_with_prefix(dir).map_err(|error| wrong(error.to_string()))?;
-        let inner = Arc::new(local.with_fsync(true));
-        Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: Some(dir.to_owned()) })
+        Ok(Self::of(Arc::new(local.with_fsync(true)), Some(dir.to_owned()), runtime, stop))
+    }
+
+    fn of(inner: Arc<dyn ObjectStore>, dir: Option<PathBuf>, runtime: &Handle, stop: &Stop) -> Self {
+        Store { inner, runtime: runtime.clone(), stop: stop.clone(), stopped: Arc::default(), dir }
     }
 
     /// The directory, where it is one.
@@ -103,11 +118,14 @@ impl Store {
             && parts.iter().map(|part| part.len() as u64).sum::<u64>() >= LARGE
         {
             let (dir, path) = (dir.clone(), dir.join(name));
-            let written = self.runtime.spawn_blocking(move || write_large(&dir, &path, &parts)).await;
-            return written.map_err(|error| Error::refused(format!("write {name}: {error}")))?;
+            let written = self.runtime.spawn_blocking(move || write_large(&dir, &path, &parts));
+            return self
+                .in_time(written)
+                .await?
+                .map_err(|error| Error::refused(format!("write {name}: {error}")))?;
         }
         let name = Name::from(name);
-        let done = self.inner.put(&name, PutPayload::from_iter(parts)).await;
+        let done = self.in_time(self.inner.put(&name, PutPayload::from_iter(parts))).await?;
         done.map(drop).map_err(failed("write", &name))
     }
 
@@ -117,8 +135,8 @@ impl Store {
         let bytes = Bytes::from(bytes);
         let path = Name::from(name);
         let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
-        let Err(error) = self.runtime.block_on(put) else { return Ok(true) };
-        let there = self.runtime.block_on(self.get_whole(name, bytes.len()));
+        let Err(error) = self.runtime.block_on(self.in_time(put))? else { return Ok(true) };
+        let there = self.runtime.block_on(self.in_time(self.get_whole(name, bytes.len())))?;
         if there.is_ok_and(|there| there == bytes) {
             return Ok(true);
         }
@@ -131,8 +149,8 @@ impl Store {
     /// Writes an object anew, and `false` where it is gone: then it stays gone, and nobody sees it come back.
     pub fn rewrite(&self, name: &str, bytes: &[u8], within: Duration) -> Result<bool> {
         let name = Name::from(name);
-        let done = self.runtime.block_on(async { timeout(within, self.try_rewrite(&name, bytes)).await });
-        match done {
+        let rewrite = async { timeout(within, self.try_rewrite(&name, bytes)).await };
+        match self.runtime.block_on(self.in_time(rewrite))? {
             Ok(done) => done.map_err(failed("write", &name)),
             Err(_) => Err(Error::refused(format!("{name} could not be written in {} s", within.as_secs()))),
         }
@@ -175,6 +193,18 @@ impl Store {
     /// What is read, unless the command is stopped before.
     fn wait<T>(&self, read: impl Future<Output = T>) -> Result<T> {
         wait(&self.runtime, &self.stop, read)
+    }
+
+    /// What a write comes to. It is given up only where the command was stopped and the time that is left then is over.
+    async fn in_time<T>(&self, write: impl Future<Output = T>) -> Result<T> {
+        let begun = Instant::now();
+        let is_late = || {
+            self.stop.check().is_err() && {
+                let stopped = *self.stopped.get_or_init(Instant::now);
+                stopped.elapsed() > LAST && begun.elapsed() > LEAST
+            }
+        };
+        unless(is_late, write).await
     }
 
     /// A whole object of at most so many bytes.
@@ -290,7 +320,7 @@ impl Store {
     /// Removes objects; one that is gone already is none of its errors.
     pub fn remove(&self, names: &[String]) -> Result<()> {
         for name in names.iter().map(|name| Name::from(name.as_str())) {
-            match self.runtime.block_on(self.inner.delete(&name)) {
+            match self.runtime.block_on(self.in_time(self.inner.delete(&name)))? {
                 Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
                 Err(error) => return Err(failed("remove", &name)(error)),
             }
@@ -305,6 +335,24 @@ impl Store {
             _ => Ok(()),
         }
     }
+}
+
+/// Whether the environment has keys, or names who gives a pod those of its role.
+fn has_credentials(s3: &AmazonS3Builder) -> bool {
+    let is_set = |key: &Key| s3.get_config_value(key).is_some_and(|value| !value.is_empty());
+    let ways: [&[Key]; 4] = [
+        &[Key::AccessKeyId, Key::SecretAccessKey],
+        &[Key::WebIdentityTokenFile, Key::RoleArn],
+        &[Key::ContainerCredentialsRelativeUri],
+        &[Key::ContainerCredentialsFullUri, Key::ContainerAuthorizationTokenFile],
+    ];
+    ways.iter().any(|keys| keys.iter().all(is_set))
+}
+
+/// Whether a cloud's metadata service may be asked. Where there is no such service the address may be anybody's, or never
+/// answer.
+fn may_ask_the_machine() -> bool {
+    std::env::var("AWS_EC2_METADATA_DISABLED").is_ok_and(|value| value.eq_ignore_ascii_case("false"))
 }
 
 /// Writes a file as the store of a directory does, but for the page cache: beside its name, synced, renamed, its directory
@@ -373,11 +421,7 @@ mod tests {
     /// Packs of the same content have one name, and threads may write them at once.
     #[test]
     fn large_objects_are_whole_and_leave_nothing_else() {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .enable_all()
-            .build()
-            .expect("runtime");
+        let runtime = crate::repository::tests::runtime();
         let dir = tempfile::tempdir().expect("temp dir");
         let store = Store::open(&dir.path().to_string_lossy(), true, runtime.handle(), &Stop::default())
             .expect("open");

@@ -38,12 +38,17 @@ impl Clock {
         Clock { library: arg(&library).to_owned() }
     }
 
+    /// The clock of a command is ahead by so many days.
+    pub fn set(&self, command: &mut Command, days: i64) {
+        command.env("LD_PRELOAD", &self.library).env("CLOCK_AHEAD", (days * 86400).to_string());
+    }
+
     /// A full backup of the image, with the clock ahead by so many days, and what is said about it.
     pub fn full(&self, place: &Place, days: i64) -> (String, String) {
         let image = place.image();
         let mut command =
             place.command(&["full", "--volume", "v", "--device", arg(&image), "--output", "json"]);
-        command.env("LD_PRELOAD", &self.library).env("CLOCK_AHEAD", (days * 86400).to_string());
+        self.set(&mut command, days);
         let output = command.output().expect("run");
         assert!(output.status.success(), "{}", text(&output.stderr));
         let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");

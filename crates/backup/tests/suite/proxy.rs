@@ -25,6 +25,10 @@ struct State {
     rate: Option<usize>,
     /// What each answer takes.
     delay: Duration,
+    /// Requests that came, those that are under way, and the most of these.
+    seen: usize,
+    under_way: usize,
+    at_once: usize,
 }
 
 #[derive(Default)]
@@ -59,12 +63,23 @@ impl Proxy {
         self.shared.state.lock().unwrap().script.push((method, part, fault));
     }
 
+    /// Nothing goes wrong any more.
+    pub fn forget(&self) {
+        self.shared.state.lock().unwrap().script.clear();
+    }
+
     pub fn limit(&self, rate: usize) {
         self.shared.state.lock().unwrap().rate = Some(rate);
     }
 
     pub fn delay(&self, delay: Duration) {
         self.shared.state.lock().unwrap().delay = delay;
+    }
+
+    /// How many requests came, and how many of them at once.
+    pub fn seen(&self) -> (usize, usize) {
+        let state = self.shared.state.lock().unwrap();
+        (state.seen, state.at_once)
     }
 
     /// Waits until a request is held.
@@ -107,8 +122,15 @@ impl Shared {
                 return Ok(());
             }
             let (fault, rate) = self.pass(method, path);
-            let delay = self.state.lock().unwrap().delay;
+            let delay = {
+                let mut state = self.state.lock().unwrap();
+                state.seen += 1;
+                state.under_way += 1;
+                state.at_once = state.at_once.max(state.under_way);
+                state.delay
+            };
             std::thread::sleep(delay);
+            self.state.lock().unwrap().under_way -= 1;
             let refused = match fault {
                 Some(Fault::LoseAnswer) => Some(500),
                 Some(Fault::Refuse(code)) => Some(code),

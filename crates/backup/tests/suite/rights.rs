@@ -10,16 +10,16 @@ use files::pattern::Image;
 
 use crate::proxy::{Fault, Proxy};
 use crate::s3::Bucket;
-use crate::tool::{MIB, Place, arg, text};
+use crate::tool::{MIB, Mounted, Place, arg, text};
 
 const SIZE: u64 = 20 * MIB;
-const NOBODY: u32 = 65534;
+pub const NOBODY: u32 = 65534;
 
-fn set_mode(path: &Path, mode: u32) {
+pub fn set_mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("chmod");
 }
 
-fn walk(dir: &Path) -> Vec<PathBuf> {
+pub fn walk(dir: &Path) -> Vec<PathBuf> {
     let mut found = vec![dir.to_owned()];
     for entry in dir.read_dir().expect("list") {
         let path = entry.expect("entry").path();
@@ -91,27 +91,14 @@ fn readers_need_no_right_to_write() {
     }
 }
 
-struct ReadOnly(PathBuf);
-
-impl Drop for ReadOnly {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).status();
-    }
-}
-
 #[test_with::root]
 #[test]
 fn a_read_only_mount_can_be_read() {
     let (mut place, _, mut image) = place();
     image.write(&place.open_image(SIZE), 7, 90, 2).expect("write");
     let id = place.full();
-    let at = place.path("mounted");
-    std::fs::create_dir(&at).expect("mkdir");
-    let mounted =
-        Command::new("mount").args(["--bind", "-o", "ro"]).arg(place.repository()).arg(&at).status();
-    assert!(mounted.expect("mount").success());
-    let _mounted = ReadOnly(at.clone());
-    place.objects_in = at;
+    let mounted = Mounted::at(place.path("mounted"), &["--bind", "-o", "ro", arg(&place.repository())]);
+    place.objects_in = mounted.0.clone();
     let paths = ["restored", "image", "page.html"].map(|name| place.path(name));
     let [to, device, html] = paths.each_ref().map(|path| arg(path));
     for arguments in readers(&id, to, device, html) {

@@ -178,6 +178,25 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
+/// A mount that does not outlive the test.
+pub struct Mounted(pub PathBuf);
+
+impl Mounted {
+    /// Makes the directory and mounts there what `mount` makes of the arguments.
+    pub fn at(path: PathBuf, arguments: &[&str]) -> Self {
+        std::fs::create_dir_all(&path).expect("mkdir");
+        let mounted = Command::new("mount").args(arguments).arg(&path).status();
+        assert!(mounted.expect("mount").success(), "{arguments:?}");
+        Mounted(path)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
 /// A process that does not outlive the test.
 pub struct Running(pub Child);
 

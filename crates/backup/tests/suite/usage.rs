@@ -16,49 +16,6 @@ fn some_data(place: &Place, size: u64) -> Image {
 }
 
 #[test]
-fn mistakes_are_named_and_nothing_is_made() {
-    let place = Place::new();
-    let (image, nothing) = (place.image(), place.path("nothing"));
-    for (arguments, wanted) in [
-        (&["list"][..], "the first backup makes it"),
-        (&["full", "--volume", "v", "--device", arg(&nothing)], "open"),
-        (&["full", "--volume", "v", "--device", arg(place.dir.path())], "neither a block device nor a file"),
-    ] {
-        let said = place.fails(1, arguments);
-        assert!(said.contains(wanted), "{arguments:?}: {said}");
-        assert!(!place.repository().exists(), "{arguments:?} has made a repository");
-    }
-    let model = some_data(&place, 20 * MIB);
-    let id = place.full();
-    for (arguments, wanted) in [
-        (&["restore", "no", "--to", arg(&nothing)][..], "there is no backup no"),
-        (&["restore", &id, "--to", arg(&image)], "add --overwrite"),
-        (&["incremental", "--volume", "v", "--device", arg(&image)], "without --endpoint or --namespace"),
-        (&["restore", "latest", "--volume", "other", "--to", arg(&nothing)], "no backup of other"),
-    ] {
-        let said = place.fails(1, arguments);
-        assert!(said.contains(wanted), "{arguments:?}: {said}");
-    }
-    for arguments in [
-        &["full", "--device", "x"][..],
-        &["full", "--volume", "v", "--device", "x", "--limit-rate", "0"],
-        &["full", "--volume", "v", "--device", "x", "--compression", "0"],
-        &["full", "--volume", "v", "--device", "x", "--compression", "-51"],
-        &["prune", "--keep-last", "0"],
-        &["mount", "latest", "--socket", "x", "--sector-size", "1024"],
-        &["nonsense"],
-    ] {
-        place.fails(2, arguments);
-    }
-    place.restores(&id, &model, 20 * MIB);
-    let other = Place::new();
-    std::fs::create_dir(other.repository()).expect("mkdir");
-    std::fs::write(other.repository().join("thesis.txt"), "mine").expect("write");
-    let said = other.fails(1, &["full", "--volume", "v", "--device", arg(&image)]);
-    assert!(said.contains("thesis.txt"), "{said}");
-}
-
-#[test]
 fn sizes_that_are_no_whole_blocks_come_back() {
     for size in [1, 511, BLOCK, 3 * BLOCK + 1, 2 * MIB - 1] {
         let place = Place::new();

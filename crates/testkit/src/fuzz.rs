@@ -1,10 +1,13 @@
+//! Fuzz targets without libFuzzer: each runs on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::*;
+/// A target, by the name of its corpus and its file in `fuzz/fuzz_targets/`: it panics where something does not hold.
+pub type Targets<'t> = &'t [(&'t str, fn(&[u8]))];
 
-fn home() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz")
+pub fn corpora() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus")
 }
 
 fn names(dir: &Path) -> BTreeSet<String> {
@@ -14,7 +17,7 @@ fn names(dir: &Path) -> BTreeSet<String> {
 
 /// The inputs of a corpus, by name.
 fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
-    let dir = home().join("corpus").join(target);
+    let dir = corpora().join(target);
     names(&dir)
         .into_iter()
         .map(|name| (name.clone(), std::fs::read(dir.join(&name)).expect("read")))
@@ -22,20 +25,9 @@ fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
 }
 
 /// Runs a target, and says which input it does not bear.
-fn check(name: &str, target: Target, input: &str, bytes: &[u8]) {
+fn check(name: &str, target: fn(&[u8]), input: &str, bytes: &[u8]) {
     let outcome = std::panic::catch_unwind(|| target(bytes));
     assert!(outcome.is_ok(), "target {name}, input {input}: {:?}", bytes.escape_ascii().to_string());
-}
-
-#[test]
-fn every_target_bears_its_corpus() {
-    for (name, target) in TARGETS {
-        let inputs = corpus(name);
-        assert!(inputs.len() >= 3, "{name}: a corpus of {}", inputs.len());
-        for (input, bytes) in inputs {
-            check(name, target, &input, &bytes);
-        }
-    }
 }
 
 /// What libFuzzer would do first: bits, bytes and numbers changed, parts cut out, repeated and taken from another
@@ -68,15 +60,17 @@ fn mutate(bytes: &mut Vec<u8>, other: &[u8], dice: &mut fastrand::Rng) {
     }
 }
 
-/// A short run of every target, without libFuzzer: `make fuzz` is the long one. `DELTAPATH_FUZZ_ROUNDS` asks for
-/// another number of rounds than 300 a target.
-#[test]
-fn every_target_bears_mutations_of_its_corpus() {
+/// Every target on its corpus, and on mutations of it: a short run, `make fuzz` is the long one. `DELTAPATH_FUZZ_ROUNDS` asks
+/// for another number of rounds than 300 a target.
+pub fn run(targets: Targets<'_>) {
     let rounds = std::env::var("DELTAPATH_FUZZ_ROUNDS").ok().and_then(|rounds| rounds.parse().ok());
-    for (name, target) in TARGETS {
+    for &(name, target) in targets {
         let inputs = corpus(name);
+        assert!(inputs.len() >= 3, "{name}: a corpus of {}", inputs.len());
+        for (input, bytes) in &inputs {
+            check(name, target, input, bytes);
+        }
         let mut dice = fastrand::Rng::with_seed(1);
-        let started = std::time::Instant::now();
         for round in 0..rounds.unwrap_or(300) {
             let (input, bytes) = &inputs[dice.usize(0..inputs.len())];
             let (_, other) = &inputs[dice.usize(0..inputs.len())];
@@ -84,21 +78,21 @@ fn every_target_bears_mutations_of_its_corpus() {
             mutate(&mut bytes, other, &mut dice);
             check(name, target, &format!("{input} in round {round}"), &bytes);
         }
-        println!("{name}: {:?}", started.elapsed());
     }
 }
 
-/// Targets, their files for libFuzzer and their corpora are the same set.
-#[test]
-fn every_target_has_its_file_and_its_corpus() {
-    let targets: BTreeSet<String> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
-    assert_eq!(names(&home().join("corpus")), targets);
-    let files = names(&home().join("fuzz_targets"));
-    assert_eq!(files, targets.iter().map(|name| format!("{name}.rs")).collect());
-    let manifest = std::fs::read_to_string(home().join("Cargo.toml")).expect("the manifest");
+/// The targets of a crate, their files for libFuzzer and their corpora are the same set. Those of others have another prefix.
+pub fn are_complete(targets: Targets<'_>, is_own: impl Fn(&str) -> bool) {
+    let own =
+        |dir: &Path| -> BTreeSet<String> { names(dir).into_iter().filter(|name| is_own(name)).collect() };
+    let home = corpora().join("..");
+    let targets: BTreeSet<String> = targets.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(own(&home.join("corpus")), targets);
+    assert_eq!(own(&home.join("fuzz_targets")), targets.iter().map(|name| format!("{name}.rs")).collect());
+    let manifest = std::fs::read_to_string(home.join("Cargo.toml")).expect("the manifest");
     for name in &targets {
         let file =
-            std::fs::read_to_string(home().join("fuzz_targets").join(format!("{name}.rs"))).expect("read");
+            std::fs::read_to_string(home.join("fuzz_targets").join(format!("{name}.rs"))).expect("read");
         assert!(file.contains(&format!("run({name:?}, bytes)")), "{name}.rs runs another target");
         assert!(manifest.contains(&format!("name = {name:?}\npath = \"fuzz_targets/{name}.rs\"")), "{name}");
     }

@@ -1,26 +1,31 @@
 //! Random lives of two volumes and their repository: writes, discards, expansions, backups of every kind, streams that are cut or
-//! lie, Ctrl-C and `--resume`, prunes, restores. After each step some backup is restored, at the end all are; each must be the
-//! volume as it was, byte for byte, and nothing that a prune leaves may be unused.
+//! lie, Ctrl-C and `--resume`, prunes, restores; two writers and three readers at once, a clock that jumps, a full disk, a user
+//! who may only read (`odd.rs`). In a bucket the server refuses requests and loses answers. After each step some backup is
+//! restored, at the end all are; each must be the volume as it was, byte for byte, and nothing that a prune leaves may be unused.
 //!
 //! Backups, prunes and restores are killed at any moment of their lives: how long such a life is, the same command says
 //! that was left alone before, on the same file or in a copy of the repository.
 
+mod odd;
+
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use files::pattern::Image;
 use nix::sys::signal::Signal;
+use rstest::rstest;
 
 use crate::driver::{Driver, Fault, Lie};
 use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+use odd::Odd;
 
-/// Steps of a life.
-const STEPS: usize = 24;
+/// Steps of a life in `make test`, and of one of `make backup-lives`.
+const FEW: usize = 4;
+const STEPS: usize = 12;
 
 /// A volume as it is now.
 struct Volume {
@@ -38,8 +43,9 @@ struct Taken {
     size: u64,
 }
 
-pub struct Life {
+struct Life {
     random: Rng,
+    odd: Odd,
     place: Place,
     driver: Driver,
     volumes: Vec<Volume>,
@@ -57,7 +63,8 @@ pub struct Life {
 
 impl Life {
     /// In a place that nobody has used yet.
-    pub fn at(place: Place, seed: u64) -> Self {
+    fn new(is_in_bucket: bool, seed: u64) -> Self {
+        let (odd, place) = Odd::new(is_in_bucket);
         let driver = Driver::start(&place.path("csi.sock"));
         // Segments are of 128 MiB: a volume has two, or three when it has grown.
         let size = 200 * MIB;
@@ -70,6 +77,7 @@ impl Life {
         let mut life = Life {
             random: Rng::with_seed(seed),
             volumes: ["v", "w"].map(volume).into(),
+            odd,
             place,
             driver,
             taken: BTreeMap::new(),
@@ -83,13 +91,13 @@ impl Life {
         life
     }
 
-    pub fn run(&mut self, steps: usize) {
+    fn run(&mut self, steps: usize) {
         for _ in 0..steps {
             self.step();
         }
         // A life has two or three prunes, and whether one is met at work is chance: here one is.
         for _ in 0..20 {
-            if self.killed.contains_key("prune") || self.backups.is_empty() {
+            if steps <= FEW || self.killed.contains_key("prune") || self.backups.is_empty() {
                 break;
             }
             self.prune(true);
@@ -140,6 +148,7 @@ impl Life {
                     self.steps.push(format!("the driver forgets {handle}"));
                 }
             }
+            5..7 => self.crowd(),
             _ => self.back_up(volume),
         }
         if let Some(id) = self.any() {
@@ -147,6 +156,9 @@ impl Life {
             if let Some(other) = self.any().filter(|_| self.random.u8(..4) == 0) {
                 self.kill_a_restore(&other, length);
                 self.check(&other);
+            }
+            if self.random.u8(..3) == 0 {
+                self.check_as_reader(&id);
             }
         }
     }
@@ -173,14 +185,20 @@ impl Life {
     /// Runs a command and sends it a signal at a moment; it may have ended by then.
     fn disturb(&mut self, arguments: &[&str], signal: Signal, length: Duration) -> (String, String, String) {
         let moment = self.moment(length);
-        let mut running = Running::start(self.place.command(arguments));
+        let running = Running::start(self.command(arguments));
         std::thread::sleep(moment);
         running.signal(signal);
-        let output = wait(&mut running);
-        if output.0.contains("SIGKILL") {
-            *self.killed.entry(arguments[0].to_owned()).or_default() += 1;
+        self.wait(arguments[0], running)
+    }
+
+    /// How a process ended, its output, and what it said.
+    fn wait(&mut self, command: &str, running: Running) -> (String, String, String) {
+        let output = running.output();
+        let ended = output.status.to_string();
+        if ended.contains("SIGKILL") {
+            *self.killed.entry(command.to_owned()).or_default() += 1;
         }
-        output
+        (ended, text(&output.stdout), text(&output.stderr))
     }
 
     /// A restore that is killed leaves the file as it was, or is done.
@@ -188,7 +206,7 @@ impl Life {
         let to = self.place.path("restored");
         let arguments = ["restore", id, "--to", arg(&to), "--overwrite"];
         let output = self.disturb(&arguments, Signal::SIGKILL, length);
-        self.wait_for_locks();
+        self.behave();
         self.steps.push(format!("restore {id}, killed after at most {length:?}: {}", output.0));
         let after = self.backups[id].clone();
         let holds = |snapshot: &String| {
@@ -201,16 +219,6 @@ impl Life {
         self.restored = Some(if is_before { self.restored.clone().expect("it holds it") } else { after });
     }
 
-    /// In a bucket, what was killed leaves its lock for ten minutes. They are over.
-    fn wait_for_locks(&self) {
-        let Ok(locks) = self.place.repository().join("locks").read_dir() else { return };
-        let long_ago = SystemTime::now() - Duration::from_secs(11 * 60);
-        for lock in locks {
-            let lock = File::options().write(true).open(lock.expect("entry").path()).expect("open");
-            lock.set_modified(long_ago).expect("set the time");
-        }
-    }
-
     /// Restores a backup and compares it: how long the restore took.
     fn check(&mut self, id: &str) -> Duration {
         let snapshot = &self.backups[id];
@@ -219,14 +227,49 @@ impl Life {
         self.place.restores(id, image, *size)
     }
 
-    /// A new snapshot, and a backup of it that may be disturbed; where it failed, perhaps another try.
-    fn back_up(&mut self, volume: usize) {
+    /// Writes to a volume and takes a snapshot: its handle.
+    fn take(&mut self, volume: usize) -> String {
         self.write(volume);
         let handle = format!("snap-{}", self.taken.len());
-        let Volume { name, path, image, size, .. } = &self.volumes[volume];
-        let (name, path) = (*name, path.clone());
+        let Volume { image, size, .. } = &self.volumes[volume];
         self.driver.snapshot(&handle, image, *size);
         self.taken.insert(handle.clone(), Taken { volume, image: image.clone(), size: *size });
+        handle
+    }
+
+    /// The arguments of a backup.
+    fn source(&self, wish: &str, handle: &str) -> Vec<String> {
+        let Volume { name, path, .. } = &self.volumes[self.taken[handle].volume];
+        let endpoint = self.driver.endpoint();
+        let source = [wish, "--volume", name, "--device", arg(path), "--endpoint", &endpoint];
+        let source = [&source[..], &["--snapshot", handle, "--output", "json"]].concat();
+        source.into_iter().map(str::to_owned).collect()
+    }
+
+    /// Takes in what writers have made: those who were killed after their commit, too.
+    fn adopt(&mut self, handles: &[String]) {
+        if !self.place.repository().join("repository").exists() {
+            return;
+        }
+        let last = self.backups.keys().next_back().cloned();
+        for about in self.place.ok(&["list"]).as_array().expect("a list") {
+            let handle = about["snapshot"].as_str().expect("a snapshot").to_owned();
+            if let Entry::Vacant(new) = self.backups.entry(id(about)) {
+                assert!(handles.contains(&handle), "{about} of none of {handles:?}");
+                // Whatever the clock says.
+                assert!(last.as_ref() < Some(new.key()), "{about} comes before {last:?}");
+                new.insert(handle);
+            }
+        }
+    }
+
+    fn is_backed_up(&self, handle: &str) -> bool {
+        self.backups.values().any(|of| of == handle)
+    }
+
+    /// A new snapshot, and a backup of it that may be disturbed; where it failed, perhaps another try.
+    fn back_up(&mut self, volume: usize) {
+        let handle = self.take(volume);
         let mut is_resumed = false;
         for _ in 0..3 {
             let wish = ["auto", "auto", "full", "incremental"][self.random.usize(..4)];
@@ -236,50 +279,36 @@ impl Life {
                 1 => Some(Signal::SIGINT),
                 _ => None,
             };
-            self.driver.script(faults.iter().copied());
-            let endpoint = self.driver.endpoint();
-            let mut arguments = vec![
-                wish,
-                "--volume",
-                name,
-                "--device",
-                arg(&path),
-                "--endpoint",
-                &endpoint,
-                "--snapshot",
-                &handle,
-            ];
-            arguments.extend(["--output", "json"]);
+            let mut arguments = self.source(wish, &handle);
             // Slow, so that a signal meets it at work.
-            arguments.extend(signal.map(|_| ["--limit-rate", "64Mi"]).iter().flatten());
-            arguments.extend(is_resumed.then_some("--resume"));
-            let output = match signal {
-                Some(signal) => {
-                    let length = self.rehearse(&arguments);
-                    self.driver.script(faults.iter().copied());
-                    self.disturb(&arguments, signal, length)
+            arguments.extend(signal.map(|_| "--limit-rate=64Mi".to_owned()));
+            arguments.extend(is_resumed.then(|| "--resume".to_owned()));
+            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+            let length = signal.map(|_| {
+                self.driver.script(faults.iter().copied());
+                self.rehearse(&arguments)
+            });
+            self.driver.script(faults.iter().copied());
+            let is_full = self.random.u8(..5) == 0 && self.fill_the_disk();
+            self.misbehave(true);
+            let output = match signal.zip(length) {
+                Some((signal, length)) => self.disturb(&arguments, signal, length),
+                None => {
+                    let running = Running::start(self.command(&arguments));
+                    self.wait(wish, running)
                 }
-                None => wait(&mut Running::start(self.place.command(&arguments))),
             };
             self.steps.push(format!(
-                "{wish} {name} {handle}, {faults:?}, {signal:?}, resume {is_resumed}: {}",
+                "{wish} {handle}, {faults:?}, {signal:?}, resume {is_resumed}, full {is_full}: {}",
                 output.0
             ));
             self.driver.script([]);
-            self.wait_for_locks();
-            if output.0 == "exit status: 0" {
-                let made: serde_json::Value = serde_json::from_str(&output.1).expect("JSON");
-                self.backups.insert(id(&made), handle);
+            self.behave();
+            self.adopt(std::slice::from_ref(&handle));
+            if self.is_backed_up(&handle) {
                 return;
             }
-            // Killed after its commit, it is there all the same, and is that snapshot.
-            let new: Vec<String> =
-                self.place_list().into_iter().filter(|id| !self.backups.contains_key(id)).collect();
-            assert!(new.len() <= 1, "one backup has made {new:?}");
-            if let [id] = new.as_slice() {
-                self.backups.insert(id.clone(), handle);
-                return;
-            }
+            assert_ne!(output.0, "exit status: 0", "{handle} is not there: {}", output.1);
             is_resumed = self.random.bool();
         }
     }
@@ -300,16 +329,8 @@ impl Life {
         }
     }
 
-    /// The backups, also before there is a repository.
-    fn place_list(&self) -> Vec<String> {
-        match self.place.repository().join("repository").exists() {
-            true => self.place.list(),
-            false => Vec::new(),
-        }
-    }
-
     fn prune(&mut self, is_killed: bool) {
-        if self.place_list().is_empty() {
+        if self.backups.is_empty() {
             return;
         }
         let named: Vec<String> = (0..self.random.usize(..3))
@@ -325,15 +346,18 @@ impl Life {
         arguments.extend(keep_text.iter().flat_map(|keep| ["--keep-last", keep]));
         arguments.extend(volume.iter().flat_map(|volume| ["--volume", self.volumes[*volume].name]));
         arguments.extend(named.iter().flat_map(|id| ["--remove", id]));
-        let output = match is_killed {
-            true => {
-                let length = self.rehearse(&arguments);
-                self.disturb(&arguments, Signal::SIGKILL, length)
+        let length = is_killed.then(|| self.rehearse(&arguments));
+        let is_full = self.random.u8(..5) == 0 && self.fill_the_disk();
+        self.misbehave(false);
+        let output = match length {
+            Some(length) => self.disturb(&arguments, Signal::SIGKILL, length),
+            None => {
+                let running = Running::start(self.command(&arguments));
+                self.wait("prune", running)
             }
-            false => wait(&mut Running::start(self.place.command(&arguments))),
         };
-        self.wait_for_locks();
-        self.steps.push(format!("{arguments:?}, killed {is_killed}: {}", output.0));
+        self.behave();
+        self.steps.push(format!("{arguments:?}, killed {is_killed}, full {is_full}: {}", output.0));
         let mut seen = vec![0; self.volumes.len()];
         let mut expected: Vec<String> = Vec::new();
         for (id, snapshot) in self.backups.iter().rev().filter(|(id, _)| !named.contains(id)) {
@@ -345,12 +369,12 @@ impl Life {
         }
         expected.reverse();
         let left = self.place.list();
-        match is_killed {
+        match output.0 == "exit status: 0" {
+            true => assert_eq!(left, expected),
             // Some are gone, but none that was to be kept.
-            true => assert!(expected.iter().all(|id| left.contains(id)), "{expected:?} of {left:?}"),
             false => {
-                assert_eq!(output.0, "exit status: 0", "{}", output.2);
-                assert_eq!(left, expected);
+                assert!(is_killed || is_full, "{output:?}");
+                assert!(expected.iter().all(|id| left.contains(id)), "{expected:?} of {left:?}");
             }
         }
         self.backups.retain(|id, _| left.contains(id));
@@ -366,7 +390,7 @@ impl Life {
             self.check(base);
             if let Some(length) = length {
                 self.disturb(&onto, Signal::SIGKILL, length);
-                self.wait_for_locks();
+                self.behave();
             }
             let began = Instant::now();
             self.place.ok(&onto);
@@ -431,41 +455,28 @@ impl Drop for Life {
     }
 }
 
-/// How a process ended, its output, and what it said.
-fn wait(running: &mut Running) -> (String, String, String) {
-    use std::io::Read;
-    let (mut output, mut error) = (Vec::new(), Vec::new());
-    running.0.stdout.take().expect("piped").read_to_end(&mut output).expect("read");
-    running.0.stderr.take().expect("piped").read_to_end(&mut error).expect("read");
-    let status = running.0.wait().expect("wait");
-    (status.to_string(), text(&output), text(&error))
-}
-
-/// `DELTAPATH_BACKUP_LIVES` says how many.
-#[test]
-fn every_backup_of_a_random_life_is_the_volume_as_it_was() {
-    let lives = std::env::var("DELTAPATH_BACKUP_LIVES").map_or(4, |lives| lives.parse().expect("a number"));
-    let first = std::env::var("DELTAPATH_BACKUP_SEED").map_or(1, |seed| seed.parse().expect("a number"));
-    let killed: Mutex<BTreeMap<String, usize>> = Mutex::default();
-    let next = AtomicU64::new(first);
-    let live = || {
-        loop {
-            let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= first + lives {
-                return;
-            }
-            let mut life = Life::at(Place::new(), seed);
-            life.run(STEPS);
-            for (command, times) in std::mem::take(&mut life.killed) {
-                *killed.lock().expect("no life failed").entry(command).or_default() += times;
-            }
+/// `DELTAPATH_BACKUP_LIVES` says how many there are in all four quarters, and `DELTAPATH_BACKUP_SEED` the first one. In the last
+/// quarter the repository is in a bucket.
+#[rstest]
+fn every_backup_of_a_random_life_is_the_volume_as_it_was(#[values(0, 1, 2, 3)] quarter: u64) {
+    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
+    let (lives, first) = (number("DELTAPATH_BACKUP_LIVES"), number("DELTAPATH_BACKUP_SEED").unwrap_or(1));
+    let (steps, lives): (usize, u64) = (if lives.is_some() { STEPS } else { FEW }, lives.unwrap_or(4));
+    let seeds: Vec<u64> = (first..first + lives).filter(|seed| seed % 4 == quarter).collect();
+    let mut killed = BTreeMap::<String, usize>::new();
+    for seed in &seeds {
+        let mut life = Life::new(quarter == 3, *seed);
+        life.run(steps);
+        for (command, times) in std::mem::take(&mut life.killed) {
+            *killed.entry(command).or_default() += times;
         }
-    };
-    // Lives wait more than they work.
-    std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(live))));
-    let killed = killed.into_inner().expect("no life failed");
-    println!("{lives} lives, killed at work: {killed:?}");
+        println!("life {seed}: {} steps", life.steps.len());
+    }
+    println!("{} lives, killed at work: {killed:?}", seeds.len());
     let of = |command: &str| killed.get(command).copied().unwrap_or(0);
     let least = [of("full") + of("incremental") + of("auto"), of("prune"), of("restore")];
-    assert!(lives < 4 || least.iter().all(|times| *times > 0), "nothing was killed at work: {killed:?}");
+    assert!(
+        seeds.len() < 4 || least.iter().all(|times| *times > 0),
+        "nothing was killed at work: {killed:?}"
+    );
 }

@@ -1,0 +1,40 @@
+//! The fuzz targets of cbt-backup: one for each kind of file in a repository. Compiled only for tests and for cargo-fuzz (the
+//! feature `fuzz`). See src/fuzz.rs of the driver.
+
+use crate::repository::fuzz;
+
+/// A target: it panics where something does not hold.
+pub type Target = fn(&[u8]);
+
+/// Every target, by the name of its corpus and its file in `fuzz/fuzz_targets/`.
+pub const TARGETS: [(&str, Target); 7] = [
+    ("backup_config", fuzz::config),
+    ("backup_damage", fuzz::damage),
+    ("backup_index", fuzz::index),
+    ("backup_lock", fuzz::lock),
+    ("backup_pack", fuzz::pack),
+    ("backup_partial", fuzz::partial),
+    ("backup_segment", fuzz::segment),
+];
+
+/// Runs a target, for `fuzz/fuzz_targets/`.
+///
+/// # Panics
+/// Where something does not hold, and where no target has this name.
+pub fn run(name: &str, bytes: &[u8]) {
+    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a target");
+    target(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn every_target_bears_its_corpus_and_mutations_of_it() {
+        testkit::fuzz::run(&super::TARGETS);
+    }
+
+    #[test]
+    fn every_target_has_its_file_and_its_corpus() {
+        testkit::fuzz::are_complete(&super::TARGETS, |name| name.starts_with("backup_"));
+    }
+}
