@@ -21,8 +21,7 @@ fn arguments(name: &str) -> Vec<String> {
     strings(&container["args"]).into_iter().map(str::to_owned).collect()
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     let (faults, driver) = (arguments("faults"), arguments("deltapath"));
     let mut rig = Rig::start(PoolKind::Xfs).await;

@@ -22,11 +22,9 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
 }
 
 /// Seen in other drivers: expansion changes only a record, and file, device and filesystem keep their size.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(every_pool)]
 async fn file_device_and_filesystem_grow_while_in_use(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    pool: PoolKind,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
@@ -62,9 +60,7 @@ async fn file_device_and_filesystem_grow_while_in_use(
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
@@ -85,9 +81,7 @@ async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
 
 /// A smaller request is rounded up to the least that the filesystem needs. That is enough to be staged, staged again, and
 /// grown: the kernel does not resize a btrfs to less than 256 MiB.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
@@ -112,12 +106,8 @@ async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
 }
 
 /// Seen in other drivers: after an expansion an old snapshot reports the new, larger capacity.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("growing", 8 * MIB).await;
     let mut content = Content::default();
@@ -160,8 +150,7 @@ async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--max-volume-size", "1Gi"], "info").await;
     let volume = rig
@@ -218,8 +207,7 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
 
 /// A crash between the steps for the file and the record leaves a file that is longer than the volume. A crash between the
 /// record and the device leaves a device that is shorter. The next use corrects both.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_expansion_cut_short_is_put_right() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("cut", 8 * MIB).await;
@@ -254,8 +242,7 @@ async fn an_expansion_cut_short_is_put_right() {
 }
 
 /// `--overcommit` limits the provisioned size. Without the flag volumes are thin and never refused for lack of space.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn overcommit_bounds_what_is_promised() {
     // The pool image of a rig is 8 GiB, minus what xfs itself uses.
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--overcommit", "2"], "info").await;
@@ -316,8 +303,7 @@ async fn overcommit_bounds_what_is_promised() {
 }
 
 /// The part of the file past the end of the device cannot be written, so the new part of an expanded volume reads as zeros.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_an_expansion_adds_reads_as_zeros() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("zeros", 4 * MIB).await;
@@ -334,8 +320,7 @@ async fn what_an_expansion_adds_reads_as_zeros() {
 /// The incident: the last sync of an expansion failed. The retry found the record large enough and answered OK, and a power
 /// cut brought back the old record.
 #[cfg(feature = "failpoints")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_retry_syncs_what_the_call_before_could_not() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let request = new_volume("volume", 8 * MIB, block_capability());

@@ -23,8 +23,7 @@ fn fill(device: &Path, size: u64) {
 }
 
 /// The incident: a first snapshot of gigabytes was hashed completely before any other snapshot had its turn.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_large_first_snapshot_holds_up_no_comparison() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &[], "warn").await;
     let (large, large_device) = rig.block_volume("large", 3 << 30).await;
@@ -48,8 +47,7 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
 
 /// The incident: while a first snapshot was hashed, another volume's writes fell to a sixteenth of their rate. Now hashing
 /// falls to a sixteenth of its rate instead.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &[], "warn").await;
     let (written, device) = rig.block_volume("written", 64 * MIB).await;
@@ -78,9 +76,7 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
 }
 
 /// On btrfs each `allocated` map is made from the one before, so all later maps inherited an error.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it(
     #[values("4Ki", "64Ki")] block_size: &str,
 ) {
@@ -133,8 +129,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
 
 /// Once the bytes of a deleted snapshot are freed, only its hashes are left, so damaged pages of hashes must be made again
 /// before. They were not, and deltas across the snapshot failed from then on.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;

@@ -27,12 +27,8 @@ async fn hashed(dir: &ObjectDir) {
 /// What backup tools do: take a snapshot, back up the changes since the last one, delete that one, and repeat. Each delta is
 /// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on
 /// the change. A kill and a restart in between change nothing.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_backup_tool_may_delete_each_snapshot_after_use(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut content = Content::default();
@@ -72,8 +68,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(
 }
 
 /// A deleted snapshot cannot be a target or a source, is not listed, and its name is free.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -104,12 +99,8 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
 
 /// `--retain-deleted COUNT:AGE`: beyond the count the oldest are removed, after the age all but a volume's newest, and with
 /// 0 none is kept. Deltas across removed snapshots stay exact.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn what_was_deleted_is_forgotten_by_count_and_by_age(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn what_was_deleted_is_forgotten_by_count_and_by_age(pool: PoolKind) {
     let mut rig = Rig::start_with(pool, &["--retain-deleted", "2"], "info").await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
@@ -156,8 +147,7 @@ async fn what_was_deleted_is_forgotten_by_count_and_by_age(
 
 /// A deleted snapshot cannot be the base of a delta if its volume is deleted and it has no later snapshot. Such a snapshot
 /// does not count, even if it is deleted together with one that is kept.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_of_no_use_takes_nobodys_place() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--retain-deleted", "1"], "info").await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -201,9 +191,7 @@ fn interrupt_verify(rig: &Rig) {
 
 /// Hashing comes after CreateSnapshot. If the driver is killed before it is done, the next one continues. Deltas are exact
 /// meanwhile, and in the end every hash is right.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 1024 * MIB).await;
@@ -255,12 +243,8 @@ fn flip(path: &Path, at: u64) {
 }
 
 /// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_flipped_bit_changes_no_answer(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
@@ -297,12 +281,8 @@ async fn a_flipped_bit_changes_no_answer(
 
 /// Unwritten space is a hole. On some filesystems SEEK_DATA reports it as data after it was read, so a map that is made
 /// again may list it. Then the hash that the snapshot before has for the block must not count.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn zeroed_space_that_was_read_is_a_hole(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
@@ -344,8 +324,7 @@ async fn zeroed_space_that_was_read_is_a_hole(
 
 /// A deleted snapshot has only maps and hashes. If they are damaged, a delta from it fails, and the error says what to do.
 /// `verify` names damaged data by snapshot and range.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn damage_that_can_not_be_mended_is_reported() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
@@ -391,12 +370,8 @@ async fn damage_that_can_not_be_mended_is_reported() {
 
 /// Seen in other drivers: changes since a snapshot were searched from its `generation`. A restore from the snapshot raises
 /// that, so all changes before the restore were lost.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_restore_between_two_snapshots_hides_no_change(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
@@ -469,8 +444,7 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
 
 /// A data directory on an existing btrfs is used in place, even if a punched hole leaves no item in the tree there
 /// (`no-holes`, the default of mkfs). A part of a block that was punched is a change.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_btrfs_of_ones_own_is_used_in_place() {
     for features in ["no-holes", "^no-holes"] {
         let disk = btrfs_disk(features);
@@ -510,8 +484,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
 
 /// A record has no checksum. With a wrong birth, later than that of the next snapshot, nothing would seem to be written
 /// since. Then the data is compared instead.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_birth_that_can_not_be_loses_no_change() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;

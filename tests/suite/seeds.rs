@@ -83,8 +83,7 @@ fn format(corpus: &str, bytes: &[u8]) -> String {
 }
 
 /// Seeds of an older format would be poor starting points. `make seeds` writes new ones.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_seeds_of_the_corpora_are_as_the_driver_writes_them() {
     let home = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
     for ((corpus, name), bytes) in written().await {

@@ -216,3 +216,40 @@ pub fn free_port() -> u16 {
         }
     }
 }
+
+/// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets.
+#[macro_export]
+macro_rules! device_test {
+    ($($test:tt)*) => {
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        $($test)*
+    };
+}
+
+/// The same for each `#[case]`, or for each of the `#[values]`.
+#[macro_export]
+macro_rules! device_cases {
+    ($(#[$case:meta])* async fn $($test:tt)*) => {
+        #[rstest::rstest]
+        $(#[$case])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $($test)*
+    };
+}
+
+/// The same on every pool, the first argument.
+#[macro_export]
+macro_rules! every_pool {
+    ($(#[$attribute:meta])* async fn $name:ident($pool:ident: PoolKind $(, $($more:tt)*)?) $body:tt) => {
+        #[rstest::rstest]
+        $(#[$attribute])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name(
+            #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] $pool: PoolKind,
+            $($($more)*)?
+        ) $body
+    };
+}

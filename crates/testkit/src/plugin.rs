@@ -1,10 +1,21 @@
-//! The Identity service of a CSI driver that a test or a bench makes itself.
+//! The Identity and SnapshotMetadata services of a CSI driver that a test or a bench makes itself.
 
-use proto::identity_server::Identity;
+use std::collections::HashMap;
+use std::path::Path;
+use std::pin::Pin;
+
+use futures_util::{Stream, StreamExt};
+use proto::identity_server::{Identity, IdentityServer};
+use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
 use proto::{
-    GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest, GetPluginInfoResponse,
-    PluginCapability, ProbeRequest, ProbeResponse, plugin_capability,
+    GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
+    GetMetadataDeltaResponse, GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse,
+    GetPluginInfoRequest, GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse,
+    plugin_capability,
 };
+use tokio::net::UnixListener;
+use tokio::runtime::Runtime;
+use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Request, Response, Status, async_trait};
 
 /// A ready driver of this name, with a SnapshotMetadata service.
@@ -34,5 +45,100 @@ impl Identity for Plugin {
 
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
         Ok(Response::new(ProbeResponse { ready: Some(true) }))
+    }
+}
+
+/// A request for a delta, or for what is allocated where `base` is none.
+pub struct Asked {
+    pub base: Option<String>,
+    pub target: String,
+    pub offset: i64,
+    pub max_results: i32,
+    pub secrets: HashMap<String, String>,
+    /// `grpc-timeout`; empty without a deadline.
+    pub timeout: String,
+}
+
+pub type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
+pub type Answer = Result<Messages<GetMetadataAllocatedResponse>, Status>;
+
+/// The SnapshotMetadata service whose answers a function makes. The messages of a delta have the same fields as those of what
+/// is allocated.
+pub struct Metadata<F>(pub F);
+
+fn timeout_of<T>(request: &Request<T>) -> String {
+    let timeout = request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok());
+    timeout.unwrap_or_default().to_owned()
+}
+
+#[async_trait]
+impl<A: Future<Output = Answer> + Send, F: Fn(Asked) -> A + Send + Sync + 'static> SnapshotMetadata
+    for Metadata<F>
+{
+    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
+    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
+
+    async fn get_metadata_allocated(
+        &self,
+        request: Request<GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
+        let timeout = timeout_of(&request);
+        let GetMetadataAllocatedRequest { snapshot_id, starting_offset, max_results, secrets } =
+            request.into_inner();
+        let (base, target, offset) = (None, snapshot_id, starting_offset);
+        (self.0)(Asked { base, target, offset, max_results, secrets, timeout }).await.map(Response::new)
+    }
+
+    async fn get_metadata_delta(
+        &self,
+        request: Request<GetMetadataDeltaRequest>,
+    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
+        let timeout = timeout_of(&request);
+        let request = request.into_inner();
+        let (base, target) = (Some(request.base_snapshot_id), request.target_snapshot_id);
+        let (offset, max_results, secrets) = (request.starting_offset, request.max_results, request.secrets);
+        let messages = (self.0)(Asked { base, target, offset, max_results, secrets, timeout }).await?;
+        let delta = |message: GetMetadataAllocatedResponse| GetMetadataDeltaResponse {
+            block_metadata_type: message.block_metadata_type,
+            volume_capacity_bytes: message.volume_capacity_bytes,
+            block_metadata: message.block_metadata,
+        };
+        Ok(Response::new(messages.map(move |message| message.map(delta)).boxed()))
+    }
+}
+
+/// Serves a driver on a socket until the process ends.
+pub async fn serve(name: &str, socket: &Path, metadata: Option<impl SnapshotMetadata>) {
+    let _ = std::fs::remove_file(socket);
+    let listener = UnixListenerStream::new(UnixListener::bind(socket).expect("bind"));
+    let server = tonic::transport::Server::builder()
+        .add_service(IdentityServer::new(Plugin { name: name.to_owned() }))
+        .add_optional_service(metadata.map(SnapshotMetadataServer::new));
+    server.serve_with_incoming(listener).await.expect("serve");
+}
+
+/// A driver on a socket, until it is dropped. The runtime is its own, so that its connections end with it, as those of a process
+/// do.
+pub struct Served(Option<Runtime>);
+
+impl Served {
+    pub fn start(name: &str, socket: &Path, metadata: Option<impl SnapshotMetadata>) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let runtime = runtime.expect("a runtime");
+        let _ = std::fs::remove_file(socket);
+        let (name, at) = (name.to_owned(), socket.to_owned());
+        runtime.spawn(async move { serve(&name, &at, metadata).await });
+        while !socket.exists() {
+            std::thread::yield_now();
+        }
+        Served(Some(runtime))
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
     }
 }

@@ -15,8 +15,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
 /// Neither map existed any more.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
@@ -55,8 +54,7 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
 
 /// The incident: a map was made again while the volume's history was locked, and continued even if the client was gone. On a
 /// large volume every snapshot and deletion waited for it.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
@@ -91,8 +89,7 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own()
 }
 
 /// A map that is wrong is replaced by the hashing thread, one that is damaged by the call that needs it: one after the other.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;

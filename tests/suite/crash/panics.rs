@@ -6,8 +6,7 @@ use testkit::orders::Orders;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;

@@ -222,14 +222,12 @@ async fn a_bad_block(pool: PoolKind) {
     disk.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_costs_what_lies_on_it_on_dir() {
     a_bad_block(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
     a_bad_block(PoolKind::Xfs).await;
 }
@@ -315,14 +313,12 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     disk.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_in_a_volume_is_not_copied_in_silence_on_dir() {
     a_snapshot_of_a_bad_block(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() {
     a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
 }
@@ -399,14 +395,12 @@ async fn a_cut_image(pool: PoolKind) {
     rig.kill();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_image_gives_the_truth_or_an_error_on_xfs() {
     a_cut_image(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_image_gives_the_truth_or_an_error_on_btrfs() {
     a_cut_image(PoolKind::Btrfs).await;
 }

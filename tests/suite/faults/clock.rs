@@ -73,12 +73,8 @@ fn now() -> i64 {
     since.as_secs() as i64
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn snapshots_are_in_order_whatever_the_clock_says(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
     let (clock, mut rig) = Clock::start(pool, &[]).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut content = Content::default();
@@ -121,8 +117,7 @@ fn is_kept(rig: &Rig, snapshot: &str) -> bool {
     rig.retained().iter().any(|id| id == snapshot)
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
     let (clock, mut rig) = Clock::start(PoolKind::Dir, &["--retain-deleted", "8:1h"]).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -156,8 +151,7 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
 }
 
 /// A snapshot that was deleted while the clock was ahead is not kept until the clock reaches that time.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
     let (clock, mut rig) = Clock::start(PoolKind::Dir, &["--retain-deleted", "8:2s"]).await;
     let (volume, _) = rig.block_volume("volume", 16 * MIB).await;

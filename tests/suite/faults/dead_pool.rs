@@ -85,8 +85,7 @@ impl Scene {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
     let scene = shut_down().await;
     for volume in [&scene.raw, &scene.files] {
@@ -99,8 +98,7 @@ async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
     scene.comes_back().await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     let mut scene = shut_down().await;
     scene.rig.kill();

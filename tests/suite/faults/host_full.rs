@@ -139,20 +139,17 @@ async fn a_full_host(pool: PoolKind, end: End) {
     disk.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
     a_full_host(PoolKind::Xfs, End::ByItself).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
     a_full_host(PoolKind::Btrfs, End::InOrder).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_killed_driver_mounts_a_broken_pool_anew() {
     a_full_host(PoolKind::Btrfs, End::Killed).await;
 }

@@ -190,20 +190,17 @@ async fn a_full_pool(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_says_so_and_works_again_on_dir() {
     a_full_pool(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_says_so_and_works_again_on_xfs() {
     a_full_pool(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_says_so_and_works_again_on_btrfs() {
     a_full_pool(PoolKind::Btrfs).await;
 }
@@ -254,27 +251,23 @@ async fn the_way_out(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn deletion_is_the_way_out_of_a_full_pool_on_dir() {
     the_way_out(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn deletion_is_the_way_out_of_a_full_pool_on_xfs() {
     the_way_out(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
     the_way_out(PoolKind::Btrfs).await;
 }
 
 /// A volume can be detached on a full pool. Only then can it be deleted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     let disk = Disk::ext4(320 << 20);
     let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
@@ -340,14 +333,12 @@ async fn hashing_without_room(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn hashing_waits_for_room_on_xfs() {
     hashing_without_room(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn hashing_waits_for_room_on_btrfs() {
     hashing_without_room(PoolKind::Btrfs).await;
 }

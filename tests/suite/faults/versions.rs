@@ -80,12 +80,8 @@ fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert!(!text.contains("remove"), "it is good data: {text}");
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_data_directory_of_another_version_is_not_touched(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_data_directory_of_another_version_is_not_touched(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
     assert!(rig.terminate().success());
@@ -110,8 +106,7 @@ async fn a_data_directory_of_another_version_is_not_touched(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn records_of_a_later_version_are_withheld_and_not_touched() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -187,12 +182,8 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut before = Content::default();
