@@ -1,6 +1,5 @@
 //! The Identity and SnapshotMetadata services of a CSI driver that a test or a bench makes itself.
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::pin::Pin;
 
@@ -19,8 +18,8 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Request, Response, Status, async_trait};
 
 /// A ready driver of this name, with a SnapshotMetadata service.
-pub struct Plugin {
-    pub name: String,
+struct Plugin {
+    name: String,
 }
 
 #[async_trait]
@@ -48,13 +47,10 @@ impl Identity for Plugin {
     }
 }
 
-/// A request for a delta, or for what is allocated where `base` is none.
+/// A request for a delta, or for what is allocated in its target.
 pub struct Asked {
-    pub base: Option<String>,
-    pub target: String,
-    pub offset: i64,
-    pub max_results: i32,
-    pub secrets: HashMap<String, String>,
+    pub is_delta: bool,
+    pub request: GetMetadataDeltaRequest,
     /// `grpc-timeout`; empty without a deadline.
     pub timeout: String,
 }
@@ -85,8 +81,15 @@ impl<A: Future<Output = Answer> + Send, F: Fn(Asked) -> A + Send + Sync + 'stati
         let timeout = timeout_of(&request);
         let GetMetadataAllocatedRequest { snapshot_id, starting_offset, max_results, secrets } =
             request.into_inner();
-        let (base, target, offset) = (None, snapshot_id, starting_offset);
-        (self.0)(Asked { base, target, offset, max_results, secrets, timeout }).await.map(Response::new)
+        let (base_snapshot_id, target_snapshot_id) = (String::new(), snapshot_id);
+        let request = GetMetadataDeltaRequest {
+            base_snapshot_id,
+            target_snapshot_id,
+            starting_offset,
+            max_results,
+            secrets,
+        };
+        (self.0)(Asked { is_delta: false, request, timeout }).await.map(Response::new)
     }
 
     async fn get_metadata_delta(
@@ -94,10 +97,7 @@ impl<A: Future<Output = Answer> + Send, F: Fn(Asked) -> A + Send + Sync + 'stati
         request: Request<GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
         let timeout = timeout_of(&request);
-        let request = request.into_inner();
-        let (base, target) = (Some(request.base_snapshot_id), request.target_snapshot_id);
-        let (offset, max_results, secrets) = (request.starting_offset, request.max_results, request.secrets);
-        let messages = (self.0)(Asked { base, target, offset, max_results, secrets, timeout }).await?;
+        let messages = (self.0)(Asked { is_delta: true, request: request.into_inner(), timeout }).await?;
         let delta = |message: GetMetadataAllocatedResponse| GetMetadataDeltaResponse {
             block_metadata_type: message.block_metadata_type,
             volume_capacity_bytes: message.volume_capacity_bytes,
@@ -109,16 +109,18 @@ impl<A: Future<Output = Answer> + Send, F: Fn(Asked) -> A + Send + Sync + 'stati
 
 /// Serves a driver on a socket until the process ends.
 pub async fn serve(name: &str, socket: &Path, metadata: Option<impl SnapshotMetadata>) {
-    let _ = std::fs::remove_file(socket);
-    let listener = UnixListenerStream::new(UnixListener::bind(socket).expect("bind"));
-    let server = tonic::transport::Server::builder()
-        .add_service(IdentityServer::new(Plugin { name: name.to_owned() }))
-        .add_optional_service(metadata.map(SnapshotMetadataServer::new));
-    server.serve_with_incoming(listener).await.expect("serve");
+    serve_on(UnixListener::bind(socket).expect("bind"), name.to_owned(), metadata).await;
 }
 
-/// A driver on a socket, until it is dropped. The runtime is its own, so that its connections end with it, as those of a process
-/// do.
+async fn serve_on(listener: UnixListener, name: String, metadata: Option<impl SnapshotMetadata>) {
+    let server = tonic::transport::Server::builder()
+        .add_service(IdentityServer::new(Plugin { name }))
+        .add_optional_service(metadata.map(SnapshotMetadataServer::new));
+    server.serve_with_incoming(UnixListenerStream::new(listener)).await.expect("serve");
+}
+
+/// A driver on a socket, until it is dropped. Its runtime is its own, so that its connections end with it, as those of a
+/// process do.
 pub struct Served(Option<Runtime>);
 
 impl Served {
@@ -126,11 +128,11 @@ impl Served {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("a runtime");
         let _ = std::fs::remove_file(socket);
-        let (name, at) = (name.to_owned(), socket.to_owned());
-        runtime.spawn(async move { serve(&name, &at, metadata).await });
-        while !socket.exists() {
-            std::thread::yield_now();
-        }
+        let listener = {
+            let _entered = runtime.enter();
+            UnixListener::bind(socket).expect("bind")
+        };
+        runtime.spawn(serve_on(listener, name.to_owned(), metadata));
         Served(Some(runtime))
     }
 }
