@@ -1,14 +1,14 @@
 //! `cbt-lab bench`: measures our driver on every pool, gives no figure of an answer that is wrong, and leaves nothing behind.
 
 use std::path::{Path, PathBuf};
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
-use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
 use tokio::process::Command;
 
+use crate::conformance::{assert_empty, said};
 use testkit::lab::Lab;
 use testkit::places::Disk;
 use testkit::{PoolKind, Rig, leftovers};
@@ -35,10 +35,6 @@ fn bench(socket: &Path, arguments: &[&str]) -> Command {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     command
-}
-
-fn said(output: &Output) -> String {
-    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 async fn run(socket: &Path, arguments: &[&str]) -> (Option<i32>, Value) {
@@ -70,16 +66,6 @@ fn sorted(result: &Value) -> (Vec<&str>, Vec<(&str, &str)>) {
 async fn faulty(rig: &Rig, faults: &str) -> (Lab, PathBuf) {
     let socket = rig.dir.path().join(format!("{}.sock", faults.split(':').next().unwrap_or_default()));
     (Lab::before(&rig.socket(), &socket, faults).await, socket)
-}
-
-/// Nothing of the bench's is left in the driver.
-async fn assert_empty(rig: &mut Rig) {
-    let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
-    let left = volumes.expect("ListVolumes").into_inner().entries;
-    assert!(left.is_empty(), "volumes are left: {left:?}");
-    let snapshots = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-    let left = snapshots.expect("ListSnapshots").into_inner().entries;
-    assert!(left.is_empty(), "snapshots are left: {left:?}");
 }
 
 fn is_of_writes(id: &str) -> bool {

@@ -338,8 +338,7 @@ async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fsty
         "{fstype}"
     );
     deltapath::sys::mount::unmount_top(&place).expect("unmount");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Without a driver the pool is mounted for the check, and unmounted afterwards.

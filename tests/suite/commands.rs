@@ -269,8 +269,7 @@ async fn output_that_nobody_takes_ends_no_work() {
     assert_eq!(std::fs::read_to_string(dir.join("forgotten")).expect("read"), "0123abcd\n");
     assert_eq!(testkit::leftovers(&dir.join("dir")), [""; 0]);
     assert_eq!(testkit::names(&dir.join("dir")), [""; 0]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Waits until the process catches SIGTERM.

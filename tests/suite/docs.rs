@@ -202,8 +202,7 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     });
     let (_, content) = slots.max_by_key(|(number, _)| *number).expect("a slot");
     assert!(content["published"].as_array().is_some_and(|places| places.len() == 1), "{content}");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The certificates that docs/router.md makes are those by which a router and a driver know each other.

@@ -7,7 +7,7 @@ use deltapath::sys::{self, blockdev};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::content::{Content, blocks_of};
+use testkit::content::blocks_of;
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
@@ -109,9 +109,7 @@ async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
 #[apply(every_pool)]
 async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("growing", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 100, 10, 1);
+    let (volume, device, mut content) = rig.written_volume("growing", 8 * MIB, (100, 10, 1)).await;
     let before = content.clone();
     let small = rig.snapshot("small", &volume).await;
     let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
@@ -146,8 +144,7 @@ async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(pool:
     assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
     before.assert_equals(&device, 0, 2048);
     rig.detach(&restored).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 #[apply(device_test)]
@@ -201,8 +198,7 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
     let nowhere =
         proto::NodeExpandVolumeRequest { volume_path: String::new(), ..node_expand(&rig, &volume, 0) };
     assert_eq!(status_code(rig.client.node.node_expand_volume(nowhere).await), Code::InvalidArgument);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A crash between the steps for the file and the record leaves a file that is longer than the volume. A crash between the
@@ -210,9 +206,7 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
 #[apply(device_test)]
 async fn an_expansion_cut_short_is_put_right() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
-    let (volume, device) = rig.block_volume("cut", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 2048, 3);
+    let (volume, device, mut content) = rig.written_volume("cut", 8 * MIB, (0, 2048, 3)).await;
     let dir = rig.pool_dir().join("volumes").join(&volume);
     rig.kill();
     let image = std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
@@ -237,8 +231,7 @@ async fn an_expansion_cut_short_is_put_right() {
     assert_eq!(blockdev::size(&device).expect("size"), 16 << 20);
     content.write(&device, 4000, 96, 4);
     content.assert_equals(&device, 0, 4096);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// `--overcommit` limits the provisioned size. Without the flag volumes are thin and never refused for lack of space.
@@ -313,8 +306,7 @@ async fn what_an_expansion_adds_reads_as_zeros() {
     file.read_exact_at(&mut bytes, 4 << 20).expect("read");
     assert!(bytes.iter().all(|byte| *byte == 0));
     drop(file);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: the last sync of an expansion failed. The retry found the record large enough and answered OK, and a power

@@ -136,8 +136,7 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
     for dir in ["groups", "snapshots", "staging"] {
         assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Writes n = 1, 2, 3, ... to one file, flushes, then writes n to the other and flushes. Between the numbers are pauses

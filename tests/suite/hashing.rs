@@ -41,8 +41,7 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
     until("compared", || is_compared(&rig, &other) && is_compared(&rig, &second)).await;
     assert!(!is_hashed(&live(&rig, &first)), "the large one came first");
     rig.detach(&large).await;
-    rig.detach(&small).await;
-    rig.finish();
+    rig.detach_and_finish(&small).await;
 }
 
 /// The incident: while a first snapshot was hashed, another volume's writes fell to a sixteenth of their rate. Now hashing
@@ -71,8 +70,7 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
         rig.detach(&volume).await;
     }
     drop(device);
-    rig.detach(&written).await;
-    rig.finish();
+    rig.detach_and_finish(&written).await;
 }
 
 /// On btrfs each `allocated` map is made from the one before, so all later maps inherited an error.
@@ -123,8 +121,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
         let list = rig.client.delta(&pair[0].0, &pair[1].0, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&list, block), pair[1].1.changed_since(&pair[0].1, block), "{block_size}");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Once the bytes of a deleted snapshot are freed, only its hashes are left, so damaged pages of hashes must be made again
@@ -150,6 +147,5 @@ async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let target = rig.snapshot("target", &volume).await;
     let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

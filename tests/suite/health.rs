@@ -63,8 +63,7 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
         "{metrics}"
     );
     orders.withdraw();
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A client of the port may send any number of requests. They use only a few threads, so calls are not delayed.
@@ -158,8 +157,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     assert_eq!(get(address, "/healthz").await.0, 200);
     assert_eq!(get(address, "/readyz").await.0, 200);
     assert_eq!(get(address, "/").await.0, 404);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The pool is unmounted under a running driver, which reports that, and reports when it is back.

@@ -230,8 +230,7 @@ async fn without_tracking_there_are_no_deltas_and_allocated_works(pool: PoolKind
     assert_eq!(error.code(), Code::FailedPrecondition);
     assert!(error.to_string().contains("changedBlockTracking"), "{error}");
     rig.client.delete_snapshot(&first).await.expect("delete");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The block size of the maps is the volume's `blockSize`, and a VolumeSnapshotClass may choose the style.
@@ -275,9 +274,7 @@ async fn block_size_and_style_are_as_the_classes_say(pool: PoolKind) {
 #[apply(device_test)]
 async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
     let mut rig = Rig::start_with(PoolKind::Dir, &style_flag(BlockMetadataType::FixedLength), "info").await;
-    let (volume, device) = rig.block_volume("full", 2 * CAPACITY).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 32768, 1);
+    let (volume, _, content) = rig.written_volume("full", 2 * CAPACITY, (0, 32768, 1)).await;
     let snapshot = rig.snapshot("full", &volume).await;
     for (max_results, most) in [(0, 4096), (1_000_000, 16384), (i32::MAX, 16384), (16384, 16384), (100, 100)]
     {
@@ -285,6 +282,5 @@ async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
         assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
         assert_eq!(list.messages.iter().map(Vec::len).max(), Some(most), "max_results {max_results}");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

@@ -64,8 +64,7 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
     });
     rig.client.node.node_unpublish_volume(request).await.expect("it is closed in a moment");
     closer.join().expect("join");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 #[apply(every_pool)]
@@ -85,8 +84,7 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: Pool
     }
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 2048);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Seen in other drivers: `readonly` is ignored for Block volumes.

@@ -156,8 +156,7 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 4096);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: the kernel made a filesystem read-only after an error, or shut it down. The volume was published for a new pod with

@@ -171,8 +171,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     std::fs::remove_dir(&node).expect("rmdir");
     std::fs::rename(&aside, &node).expect("rename");
     std::fs::write(&device, [7; 4096]).expect("the device serves on");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: while one volume was being formatted, another was mounted at its path, and the first was mounted over it.
@@ -253,8 +252,7 @@ async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
         0,
         "the next volume can be read through an old partition"
     );
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// During a clean-up of a directory, a device is freed by its owner and attached to a file of another directory, after its

@@ -16,9 +16,7 @@ use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
 async fn every_volume_comes_back_after_a_reboot(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
-    let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 3, 40, 1);
+    let (raw, _, mut content) = rig.written_volume("raw", 8 * MIB, (3, 40, 1)).await;
     let mut files = Vec::new();
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);

@@ -133,8 +133,7 @@ async fn streams_are_capped() {
     assert_eq!((open.len(), refused), (1024, Code::ResourceExhausted));
     rig.client.create_snapshot("meanwhile", &volume).await.expect("another call");
     drop(open);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Only one function starts programs, and never a shell, so a client's text is never a part of a shell command.

@@ -51,8 +51,7 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
         (("maps", "seed-pending"), read(snapshot_dir.join("pending.map"))),
         (("hashes", "seed-hashes"), read(snapshot_dir.join("hashes"))),
     ]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     found
 }
 

@@ -31,8 +31,7 @@ async fn a_snapshot_holds_writes_that_nobody_synced(pool: PoolKind) {
         rig.detach(&restored).await;
     }
     drop(writer);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The bytes that a directory takes on disk.
@@ -61,8 +60,7 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(pool: PoolKind) {
     assert!(usage(&rig, &written) < 4 << 20, "1 MiB of data takes {}", usage(&rig, &written));
     let list = rig.client.allocated(&written, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Seen in other drivers: a Block volume made from a Filesystem snapshot holds an archive's bytes.
@@ -234,8 +232,7 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(pool: PoolKind) {
     writer.join().expect("the writer");
     assert!(pool == PoolKind::Dir || taken == 8);
     assert!(names(&rig.pool_dir().join("staging")).is_empty());
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Preallocated extents read as zeros and are holes; writing into one is a change.
@@ -257,8 +254,7 @@ async fn preallocated_space_is_a_hole(pool: PoolKind) {
     let second = rig.snapshot("second", &volume).await;
     let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), [10, 11]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 fn freeze(mount_point: &Path, how: &str) {

@@ -187,8 +187,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     assert_eq!(attached(), 2, "a volume in use keeps its device and its pool");
     rig.start_again().await;
     assert_eq!(attached(), 2);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A driver without a rig. Even a failing test leaves nothing of it.
@@ -316,8 +315,7 @@ async fn a_missing_pool_image_is_not_made_anew() {
     std::fs::rename(&aside, &image).expect("bring it back");
     rig.start_again().await;
     rig.attach(&volume).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Clients with gRPC core (Python, C++, Ruby) send the percent-encoded path of the socket as the authority, and grpc-java

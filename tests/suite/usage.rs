@@ -43,8 +43,7 @@ async fn stats_of_a_block_volume_are_its_own(pool: PoolKind) {
     ] {
         assert_eq!(stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(), expected, "{path}");
     }
-    rig.detach(&raw).await;
-    rig.finish();
+    rig.detach_and_finish(&raw).await;
 }
 
 /// The same for filesystems, which report inodes too.

@@ -213,9 +213,7 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind)
 #[apply(every_pool)]
 async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (origin, device) = rig.block_volume("origin", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 16, 1);
+    let (origin, device, mut content) = rig.written_volume("origin", 8 * MIB, (0, 16, 1)).await;
     content.write(&device, 2047, 1, 2);
     let snapshot = rig.snapshot("taken", &origin).await;
     for (name, source) in [("restored", from_snapshot(&snapshot)), ("cloned", from_volume(&origin))] {
@@ -230,8 +228,7 @@ async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
     let mut smaller = sized("smaller", 0, 4 * MIB);
     smaller.volume_content_source = Some(from_snapshot(&snapshot));
     assert_eq!(code(rig.client.create_volume(smaller).await), Code::OutOfRange);
-    rig.detach(&origin).await;
-    rig.finish();
+    rig.detach_and_finish(&origin).await;
 }
 
 /// Seen in other drivers: one lock is held during copies, and GetCapacity waits 20 s for a restore. Here it answers within
@@ -365,9 +362,7 @@ async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
 #[apply(every_pool)]
 async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (origin, device) = rig.block_volume("origin", 64 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 8192, 1);
+    let (origin, device, mut content) = rig.written_volume("origin", 64 * MIB, (0, 8192, 1)).await;
     content.discard(&device, 100, 50);
     let snapshot = rig.snapshot("taken", &origin).await;
     let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
@@ -392,6 +387,5 @@ async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
     }
     writing.store(false, std::sync::atomic::Ordering::SeqCst);
     writer.join().expect("the writer");
-    rig.detach(&origin).await;
-    rig.finish();
+    rig.detach_and_finish(&origin).await;
 }

@@ -42,7 +42,7 @@ fn bare(socket: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-fn said(output: &Output) -> String {
+pub fn said(output: &Output) -> String {
     format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
@@ -73,8 +73,8 @@ async fn cases(flags: &[&str]) -> BTreeSet<String> {
     list.iter().map(|case| case["name"].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Checks that the driver has no object of the suite.
-async fn assert_empty(rig: &mut Rig) {
+/// Checks that the driver has no object.
+pub async fn assert_empty(rig: &mut Rig) {
     let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
     let left = volumes.expect("ListVolumes").into_inner().entries;
     assert!(left.is_empty(), "volumes are left: {left:?}");

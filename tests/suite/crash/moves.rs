@@ -44,8 +44,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     let newest = rig.pool_dir().join("snapshots").join(&taken[3].0).join("changed.map");
     let relation = MapFile::open(&newest).expect("open").header().relative_to.clone();
     assert_eq!(relation.expect("a link").snapshot.as_str(), taken[2].0);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: two volumes, each with a member of a deleted group, were deleted at the same time. The first deletion had

@@ -47,8 +47,7 @@ async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
     let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
     let is_set = Flag::Synchronous.is_set(&File::open(&copy).expect("open"), &copy);
     assert!(!is_set.expect("attributes"), "the copy is synchronous");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 #[apply(device_test)]

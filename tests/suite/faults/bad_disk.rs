@@ -12,8 +12,8 @@ use csi_client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, health, is_hashed, listed, live,
-    node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
+    listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
@@ -89,10 +89,7 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     // After this the volume shares no block with a snapshot.
     let mut now = after.clone();
     now.write(&device, 0, 400, fill + 2);
-    for id in [&base, &target] {
-        let dir = live(rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(rig, &[&base, &target]).await;
     let changed = live(rig, &target).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     Line { volume, device, now, fill, base: (base, before), target: (target, after) }
@@ -308,8 +305,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     assert_eq!(unwell(&rig, 0).await, []);
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     disk.finish();
 }
 

@@ -103,8 +103,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
             assert_eq!(code(rig.client.delta(target, base, 0, 0).await), Code::InvalidArgument);
         }
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 async fn restart(rig: &mut Rig) {
@@ -146,8 +145,7 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
     until("all go when the hour is over", || taken.iter().all(|(id, _)| !is_kept(&rig, id))).await;
     let list = rig.client.allocated(&last.0, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), last.1.allocated(BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A snapshot that was deleted while the clock was ahead is not kept until the clock reaches that time.
@@ -166,6 +164,5 @@ async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
     // Every change of the volume's line applies the retention.
     rig.snapshot("third", &volume).await;
     assert!(!is_kept(&rig, &first), "it is kept for ten years");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

@@ -29,9 +29,7 @@ struct Scene {
 async fn shut_down() -> Scene {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
-    let (raw, device) = rig.block_volume("raw", 16 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 5, 200, 1);
+    let (raw, _, content) = rig.written_volume("raw", 16 * MIB, (5, 200, 1)).await;
     let base = rig.snapshot("base", &raw).await;
     let dir = live(&rig, &base);
     until("hashed", || is_hashed(&dir)).await;

@@ -132,7 +132,6 @@ async fn plain_files_on_xfs_list_what_was_written() {
         );
         assert_eq!(reported, written);
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     disk.finish();
 }

@@ -11,8 +11,8 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, health, is_hashed,
-    listed, live, probe, storage, storage_tells, tells, until, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, listed,
+    probe, storage, storage_tells, tells, verify,
 };
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, driver_command};
@@ -38,10 +38,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);
     let target = rig.snapshot("target", &volume).await;
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
 
     let ballast = Ballast::fill(&disk.mount_point);

@@ -8,8 +8,8 @@ use csi_client::{Error, block_capability, from_snapshot, from_volume, mount_capa
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, health, is_hashed, listed, live,
-    node_health, probe, storage, storage_tells, tells, until, unwell, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, listed,
+    live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
@@ -98,10 +98,7 @@ async fn a_full_pool(pool: PoolKind) {
     let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
     std::fs::write(root.join("file"), "here").expect("write");
     rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
     assert_eq!(health(&rig, &volume).await, []);
 
@@ -322,10 +319,7 @@ async fn hashing_without_room(pool: PoolKind) {
     let target = rig.snapshot("target", &volume).await;
     let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed, once there is room", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
     verify(&rig);

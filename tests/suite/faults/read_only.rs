@@ -8,8 +8,8 @@ use deltapath::sys::mount;
 use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, health, is_hashed, listed, live, node_health,
-    probe, storage, storage_tells, tells, until, unwell, verify,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, listed, node_health, probe,
+    storage, storage_tells, tells, unwell, verify,
 };
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
@@ -58,10 +58,7 @@ async fn a_read_only_pool(pool: PoolKind) {
     after.write(&device, 300, 50, 2);
     let target = rig.snapshot("target", &volume).await;
     rig.detach(&volume).await;
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
     assert!(mount::mounted_at(&place).expect("mounts").is_some());
 

@@ -247,6 +247,5 @@ async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
     let seen = std::fs::read_to_string(format!("/sys/dev/block/{number}/queue/write_cache")).expect("read");
     assert_eq!(seen.trim(), "write back");
     drop(reported);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

@@ -37,8 +37,7 @@ async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
     std::fs::remove_dir(&staging).expect("remove");
     mount::unmount(&bind).expect("unmount");
     rig.snapshot("the first goes on", &volume).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// One image with two names, in two data directories.
@@ -62,6 +61,5 @@ async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] p
     let request = new_volume("the first goes on", MIB, block_capability());
     rig.client.create_volume(request).await.expect("create");
     rig.snapshot("the first goes on", &volume).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
