@@ -317,6 +317,7 @@ fn no_metadata_address_is_asked_but_where_it_is_allowed() {
             }
             false => running.ends_within(Duration::from_secs(20)),
         };
+        let _ = running.0.kill();
         let said = text(&running.output().stderr);
         assert_eq!(code, Some(if is_asked { 130 } else { 1 }), "{variables:?}: {said}");
         assert!(is_asked || said.contains("no credentials"), "{variables:?}: {said}");
