@@ -11,8 +11,8 @@ use nix::fcntl::OFlag;
 use nix::unistd::AccessFlags;
 use serde::{Deserialize, Serialize};
 
+use crate::block::BLOCK;
 use crate::error::{Error, Result};
-use crate::repository::BLOCK;
 
 /// What direct reads must be aligned to, in memory and on the device.
 pub const ALIGN: usize = BLOCK as usize;

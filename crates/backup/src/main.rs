@@ -5,6 +5,7 @@
 
 mod arguments;
 mod backup;
+mod block;
 mod cluster;
 mod device;
 mod error;
