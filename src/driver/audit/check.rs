@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::{Inspection, Result};
+use crate::driver::audit::inspect::Inspection;
+use crate::driver::error::Result;
 use crate::store::{SnapshotRecord, VolumeRecord, VolumeState};
 use crate::sys::attributes::Flag;
 use crate::sys::loopdev::{FileId, LoopDevice, may_be};

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::start::known_pool;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::start::known_pool;
 use crate::pool::{OpenPool, PoolRequest};
 use crate::store::{self, LockedDir, Manifest, SnapshotRecord, Store};
 use base::{DataDir, SnapshotId, Stop};
@@ -78,11 +78,11 @@ impl Inspection {
         self.own.is_none()
     }
 
-    pub(super) fn data_dir(&self) -> &DataDir {
+    pub(in crate::driver) fn data_dir(&self) -> &DataDir {
         &self.dir
     }
 
-    pub(super) fn store(&self) -> &Store {
+    pub(in crate::driver) fn store(&self) -> &Store {
         &self.store
     }
 

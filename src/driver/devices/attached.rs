@@ -2,17 +2,17 @@
 
 use std::path::Path;
 
-use super::filesystem::thaw_unmounted;
-use super::locks::OpGuard;
-use super::shared::Shared;
-use super::{Error, Result};
+use crate::driver::devices::filesystem::thaw_unmounted;
+use crate::driver::error::{Error, Result};
+use crate::driver::locks::OpGuard;
+use crate::driver::shared::Shared;
 use crate::sys::loopdev::{LoopDevice, backing_path_of};
 use crate::sys::{blockdev, mount};
 use base::VolumeId;
 
 /// Makes sure that the volume is no longer in use, and frees its device. `_lock` keeps others from
 /// staging it again.
-pub(super) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -> Result<()> {
+pub(in crate::driver) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -> Result<()> {
     let state = shared.store.volume_state(id)?;
     let device = LoopDevice::find(&shared.volume_data(id))?;
     let paths = state.staged.iter().map(|staged| &staged.path);
@@ -40,7 +40,7 @@ fn in_use(id: &VolumeId, how: &str) -> Error {
 
 /// Frees a device. If a process still has it open, the kernel frees it at the last close. That is not an error, since a
 /// stage before then uses the device again.
-pub(super) fn detach(device: LoopDevice) -> Result<()> {
+pub(in crate::driver) fn detach(device: LoopDevice) -> Result<()> {
     let path = device.path();
     if !device.detach()? {
         tracing::warn!(device = %path.display(), "a process has the device open; it is freed when that closes it");
@@ -49,7 +49,7 @@ pub(super) fn detach(device: LoopDevice) -> Result<()> {
 }
 
 /// Frees the device of a volume whose state cannot be read, if it is mounted nowhere.
-pub(super) fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
+pub(in crate::driver) fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
     match device {
         Some(device) if !is_shown(&device)? => detach(device),
         _ => Ok(()),
@@ -57,7 +57,7 @@ pub(super) fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
 }
 
 /// Whether this volume's filesystem or device node is mounted at `path`.
-pub(super) fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
+pub(in crate::driver) fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     let Some(device) = device else { return Ok(false) };
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
     let dev = device.dev()?;
@@ -76,7 +76,7 @@ fn is_shown(device: &LoopDevice) -> Result<bool> {
 
 /// Whether another volume of this pool is mounted at `path`. That can happen when the unmount of this volume could not
 /// be recorded.
-pub(super) fn is_of_another(path: &Path, id: &VolumeId, volumes: &Path) -> Result<bool> {
+pub(in crate::driver) fn is_of_another(path: &Path, id: &VolumeId, volumes: &Path) -> Result<bool> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
     let dev = blockdev::number(path).or_else(|| mounted.device());
     let serves = dev.and_then(|dev| backing_path_of(&dev));

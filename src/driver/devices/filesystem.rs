@@ -3,9 +3,9 @@
 use std::fs::File;
 use std::path::Path;
 
-use super::capability::MountFlags;
-use super::superblock::Superblock;
-use super::{Error, Result};
+use crate::driver::devices::superblock::Superblock;
+use crate::driver::error::{Error, Result};
+use crate::driver::request::capability::MountFlags;
 use crate::sys::freeze::{self, Root};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Flags};
@@ -16,7 +16,7 @@ use files::DataRanges;
 use files::change;
 
 /// Whether no block of the file holds data.
-pub(super) fn is_blank(data: &Path) -> Result<bool> {
+pub(in crate::driver) fn is_blank(data: &Path) -> Result<bool> {
     let file = File::open(data).context("open", data)?;
     let length = file.metadata().context("stat", data)?.len();
     // Dirty pages in the page cache count too.
@@ -26,7 +26,7 @@ pub(super) fn is_blank(data: &Path) -> Result<bool> {
 }
 
 /// The filesystem on a device, as `blkid` knows it.
-pub(super) fn detect(device: &Path) -> Result<Option<String>> {
+pub(in crate::driver) fn detect(device: &Path) -> Result<Option<String>> {
     // 2: blkid knows nothing that is on the device.
     let arguments = ["--probe", "--match-tag", "TYPE", "--output", "value"];
     let output = program::run("blkid", &arguments, device, |code| matches!(code, 0 | 2))?;
@@ -35,7 +35,7 @@ pub(super) fn detect(device: &Path) -> Result<Option<String>> {
 }
 
 /// Makes a filesystem, whatever is on the device.
-pub(super) fn make(device: &Path, fs_type: &str) -> Result<()> {
+pub(in crate::driver) fn make(device: &Path, fs_type: &str) -> Result<()> {
     let made = match fs_type {
         "xfs" => program::run("mkfs.xfs", &["-q", "-f"], device, |code| code == 0),
         "btrfs" => program::run("mkfs.btrfs", &["-q", "-f"], device, |code| code == 0),
@@ -61,7 +61,7 @@ fn ext4_options(size: u64) -> Vec<String> {
     options
 }
 
-pub(super) fn mount(
+pub(in crate::driver) fn mount(
     device: &LoopDevice,
     target: &Path,
     fs_type: &str,
@@ -100,7 +100,7 @@ pub(super) fn mount(
 
 /// Thaws the filesystem mounted at `path`, if a user froze it and did not thaw it. A frozen filesystem would stay after
 /// its last unmount, and keep its device.
-pub(super) fn thaw(path: &Path) -> Result<()> {
+pub(in crate::driver) fn thaw(path: &Path) -> Result<()> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(()) };
     // A filesystem that was shut down does not open, and a device node that is mounted there cannot be frozen.
     if let Ok(Some(root)) = Root::open(&mounted)
@@ -112,7 +112,7 @@ pub(super) fn thaw(path: &Path) -> Result<()> {
 }
 
 /// Thaws the filesystem on a device that is no longer mounted, through a temporary mount below `scratch`.
-pub(super) fn thaw_unmounted(device: &LoopDevice, scratch: &Path) -> Result<()> {
+pub(in crate::driver) fn thaw_unmounted(device: &LoopDevice, scratch: &Path) -> Result<()> {
     let Some(fs_type) = detect(&device.path())? else { return Ok(()) };
     let place = tempfile::Builder::new().prefix("thaw-").tempdir_in(scratch);
     let place = place.context("make a directory in", scratch)?;
@@ -151,7 +151,7 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
 
 /// Grows an unmounted ext4 that is smaller than its device, as far as it can grow. To grow a mounted one takes a capability
 /// (CAP_SYS_RESOURCE) that a container may lack. A filesystem with errors stays as it is: its files can be read.
-pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
+pub(in crate::driver) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
     let Some((found, target)) = growth(device, fs_type)?.filter(|_| fs_type == "ext4") else { return Ok(()) };
     // 1: the journal was replayed, or a small error was corrected. 4 and more: errors that only a person may correct.
     let check = program::run("e2fsck", &["-f", "-p"], device, |code| code < 32)?;
@@ -167,7 +167,7 @@ pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
 }
 
 /// Grows a mounted filesystem to the size of its device, or as far as it can grow. Succeeds if it is as large already.
-pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
+pub(in crate::driver) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
     let path = device.path();
     match (fs_type, growth(&path, fs_type)?) {
         ("btrfs", _) => {

@@ -9,25 +9,25 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
 use base::Quantity;
 use files::Context;
 
 /// A filesystem on a device or in the file of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Superblock {
+pub(in crate::driver) struct Superblock {
     /// `ext4` (or an older ext), `xfs` or `btrfs`.
-    pub(super) fs_type: &'static str,
+    pub(in crate::driver) fs_type: &'static str,
     /// Its block size in bytes; 0 if it is not known.
-    pub(super) block: u64,
+    pub(in crate::driver) block: u64,
     /// Its size in bytes; 0 if it is not known.
-    pub(super) size: u64,
+    pub(in crate::driver) size: u64,
     /// The least that its device must be larger so that it can grow.
-    pub(super) step: u64,
+    pub(in crate::driver) step: u64,
     /// The size in bytes that it is never grown beyond.
-    pub(super) most: u64,
+    pub(in crate::driver) most: u64,
     /// Whether the kernel or a check found errors that were not repaired. Then it does not grow.
-    pub(super) has_errors: bool,
+    pub(in crate::driver) has_errors: bool,
 }
 
 /// Allocation groups of an xfs at most. A group never changes its size, so a small xfs that grows has many. Each is read at every
@@ -45,7 +45,7 @@ const BTRFS: u64 = 64 << 10;
 
 impl Superblock {
     /// Reads the superblock of a device or file; `None` if it has no filesystem of ours.
-    pub(super) fn read(path: &Path) -> Result<Option<Self>> {
+    pub(in crate::driver) fn read(path: &Path) -> Result<Option<Self>> {
         let file = File::open(path).context("open", path)?;
         let mut head = [0; HEAD];
         if !read_at(&file, &mut head, 0).context("read", path)? {
@@ -62,7 +62,7 @@ impl Superblock {
     }
 
     /// Fails if a volume of `capacity` bytes is larger than its filesystem can be.
-    pub(super) fn check_growth(&self, field: &'static str, capacity: u64) -> Result<()> {
+    pub(in crate::driver) fn check_growth(&self, field: &'static str, capacity: u64) -> Result<()> {
         match capacity <= self.most {
             true => Ok(()),
             false => Err(Error::OutOfRange {

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use super::Error;
+use crate::driver::error::Error;
 use base::{ByteRange, VolumeId};
 use files::Context;
 
@@ -18,22 +18,22 @@ const BLOCK: u64 = 4096;
 
 /// The ranges of volumes where a read failed.
 #[derive(Debug, Default)]
-pub(super) struct ReadErrors(Mutex<BTreeMap<VolumeId, ByteRange>>);
+pub(in crate::driver) struct ReadErrors(Mutex<BTreeMap<VolumeId, ByteRange>>);
 
 impl ReadErrors {
     /// Takes note of a failed read of a volume or of one of its snapshots, which may share the block. Only the last failure
     /// is kept.
-    pub(super) fn note(&self, volume: &VolumeId, error: &Error) {
+    pub(in crate::driver) fn note(&self, volume: &VolumeId, error: &Error) {
         let Some(error) = error.sys().filter(|error| error.is_unreadable()) else { return };
         let Some(start) = error.at else { return };
         self.set(volume, Some(ByteRange { start, end: start + READ }));
     }
 
-    pub(super) fn forget(&self, volume: &VolumeId) {
+    pub(in crate::driver) fn forget(&self, volume: &VolumeId) {
         self.set(volume, None);
     }
 
-    pub(super) fn set(&self, volume: &VolumeId, range: Option<ByteRange>) {
+    pub(in crate::driver) fn set(&self, volume: &VolumeId, range: Option<ByteRange>) {
         let mut read_errors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match range {
             Some(range) => read_errors.insert(volume.clone(), range),
@@ -41,13 +41,16 @@ impl ReadErrors {
         };
     }
 
-    pub(super) fn of(&self, volume: &VolumeId) -> Option<ByteRange> {
+    pub(in crate::driver) fn of(&self, volume: &VolumeId) -> Option<ByteRange> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get(volume).copied()
     }
 }
 
 /// The first block of a range that cannot be read, with the error. The range is cut at the end of the file.
-pub(super) fn first_unreadable(path: &Path, range: ByteRange) -> files::Result<Option<(u64, io::Error)>> {
+pub(in crate::driver) fn first_unreadable(
+    path: &Path,
+    range: ByteRange,
+) -> files::Result<Option<(u64, io::Error)>> {
     let file = File::open(path).context("open", path)?;
     let length = file.metadata().context("stat", path)?.len();
     let mut block = [0; BLOCK as usize];

@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-use super::list::PageRequest;
-use super::locks::Key;
-use super::read_errors::{ReadErrors, first_unreadable};
-use super::shared::Shared;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::health::read_errors::{ReadErrors, first_unreadable};
+use crate::driver::locks::Key;
+use crate::driver::request::page::PageRequest;
+use crate::driver::shared::Shared;
 use crate::pool;
 use crate::store::{self, VolumeRecord};
 use base::{ByteRange, VolumeId};
@@ -121,10 +121,10 @@ pub struct VolumeHealth {
 
 /// The faults found so far, each reason once.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Faults(BTreeMap<Reason, String>);
+pub(in crate::driver) struct Faults(BTreeMap<Reason, String>);
 
 impl Faults {
-    pub(super) fn add(&mut self, reason: Reason, message: impl AsRef<str>) {
+    pub(in crate::driver) fn add(&mut self, reason: Reason, message: impl AsRef<str>) {
         let all = self.0.entry(reason).or_default();
         if !all.is_empty() {
             all.push_str("; ");
@@ -133,19 +133,19 @@ impl Faults {
     }
 
     /// Whether any of them makes volumes inaccessible.
-    pub(super) fn cut_off(&self) -> bool {
+    pub(in crate::driver) fn cut_off(&self) -> bool {
         self.0.keys().any(|reason| reason.parts().1 == Trouble::Inaccessible)
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(in crate::driver) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    pub(super) fn append(&mut self, other: Faults) {
+    pub(in crate::driver) fn append(&mut self, other: Faults) {
         other.0.into_iter().for_each(|(reason, message)| self.add(reason, message));
     }
 
-    pub(super) fn into_vec(self) -> Vec<Fault> {
+    pub(in crate::driver) fn into_vec(self) -> Vec<Fault> {
         let fault = |(reason, message)| Fault { reason, message: cut(message) };
         self.0.into_iter().map(fault).collect()
     }
@@ -165,10 +165,10 @@ fn cut(mut message: String) -> String {
 /// Finds what is wrong with volumes and the pool.
 #[derive(Debug)]
 pub struct Health {
-    pub(super) shared: Arc<Shared>,
-    pub(super) read_errors: Arc<ReadErrors>,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) read_errors: Arc<ReadErrors>,
     /// What to report about a pool without direct I/O.
-    pub(super) cached: Option<&'static str>,
+    pub(in crate::driver) cached: Option<&'static str>,
 }
 
 impl Health {
@@ -243,7 +243,7 @@ impl Health {
     }
 
     /// The faults of the pool, which affect every volume.
-    pub(super) fn of_pool(&self) -> Faults {
+    pub(in crate::driver) fn of_pool(&self) -> Faults {
         let mut faults = Faults::default();
         if let Err(error) = self.shared.open_pool.check() {
             let reason = match &error {
@@ -273,7 +273,7 @@ impl Health {
     }
 
     /// The faults of a volume, including those of the pool.
-    pub(super) fn of_volume(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
+    pub(in crate::driver) fn of_volume(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
         let mut faults = pool.clone();
         // A pool that is not mounted shows no files, but no data is lost.
         if !pool.cut_off() {
@@ -328,7 +328,7 @@ impl Health {
     }
 }
 
-pub(super) fn withheld(error: &store::Error) -> Faults {
+pub(in crate::driver) fn withheld(error: &store::Error) -> Faults {
     let mut faults = Faults::default();
     faults.add(Reason::RecordUnreadable, base::report(error));
     faults

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::history::Histories;
-use super::shared::Shared;
-use super::streams::{Place, Share, Streams};
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::metadata::streams::{Place, Share, Streams};
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::history::hold::Histories;
 use crate::store::{SnapshotRecord, TupleStyle};
 use base::{Block, ByteRange, SnapshotId, Stop};
 use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Tuples};
@@ -116,11 +116,11 @@ impl MetadataStream {
 /// Answers which blocks snapshots hold, and which differ.
 #[derive(Debug)]
 pub struct Metadata {
-    pub(super) shared: Arc<Shared>,
-    pub(super) histories: Arc<Histories>,
-    pub(super) streams: Arc<Streams>,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) histories: Arc<Histories>,
+    pub(in crate::driver) streams: Arc<Streams>,
     /// Whether [`Metadata::hint`] has been logged.
-    pub(super) hinted: AtomicBool,
+    pub(in crate::driver) hinted: AtomicBool,
 }
 
 impl Metadata {

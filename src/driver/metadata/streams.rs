@@ -1,7 +1,7 @@
 //! The memory of metadata streams. All of them together use at most [`MEMORY`], whatever their number, the content of
 //! their maps and the speed of their clients.
 //!
-//! A working stream holds the bitmaps of a segment. [`MetadataStream::work_bytes`](super::MetadataStream::work_bytes)
+//! A working stream holds the bitmaps of a segment. [`MetadataStream::work_bytes`](crate::driver::metadata::read::MetadataStream::work_bytes)
 //! is their size, and its caller lets as many streams work at once as fit into [`WORKING`]. Between two turns, while the
 //! client reads, the segment is kept here until newer ones need the memory; then the stream reads it again. The length
 //! of a message depends on the memory that other messages leave.
@@ -30,7 +30,7 @@ const TUPLE: usize = 40;
 #[derive(Debug)]
 pub struct Streams {
     held: Mutex<Held>,
-    foreground: Foreground,
+    foreground: Arc<Foreground>,
 }
 
 #[derive(Debug, Default)]
@@ -47,17 +47,17 @@ struct Held {
 
 impl Streams {
     /// Hashing pauses while `foreground` is busy.
-    pub(super) fn new(foreground: Foreground) -> Self {
+    pub(in crate::driver) fn new(foreground: Arc<Foreground>) -> Self {
         Streams { held: Mutex::default(), foreground }
     }
 
     /// Tells hashing when streams are busy.
-    pub(super) fn foreground(&self) -> &Foreground {
+    pub(in crate::driver) fn foreground(&self) -> &Foreground {
         &self.foreground
     }
 
     /// Keeps a segment for the stream's next turn, as long as there is memory.
-    pub(super) fn park(self: &Arc<Self>, segment: Loaded) -> Place {
+    pub(in crate::driver) fn park(self: &Arc<Self>, segment: Loaded) -> Place {
         let mut held = self.held();
         held.last += 1;
         let number = held.last;
@@ -73,7 +73,7 @@ impl Streams {
 
     /// The memory for a message of up to `most` tuples, and how many it may hold. A slow client's message is held for long, so
     /// each gets only a part of what is left.
-    pub(super) fn share(self: &Arc<Self>, most: usize) -> (Share, usize) {
+    pub(in crate::driver) fn share(self: &Arc<Self>, most: usize) -> (Share, usize) {
         let mut held = self.held();
         let left = MESSAGES.saturating_sub(held.messages);
         let most = most.min(SHORT + left / 8 / TUPLE);
@@ -94,14 +94,14 @@ impl Streams {
 }
 
 /// A stream's segment between two turns.
-pub(super) struct Place {
+pub(in crate::driver) struct Place {
     streams: Arc<Streams>,
     number: u64,
 }
 
 impl Place {
     /// The segment, if it is still kept.
-    pub(super) fn take(&self) -> Option<Loaded> {
+    pub(in crate::driver) fn take(&self) -> Option<Loaded> {
         let mut held = self.streams.held();
         let segment = held.segments.remove(&self.number)?;
         held.parked -= segment.bytes();
@@ -124,7 +124,7 @@ pub struct Share {
 
 impl Share {
     /// Frees the part that the message does not need.
-    pub(super) fn shrink(&mut self, tuples: usize) {
+    pub(in crate::driver) fn shrink(&mut self, tuples: usize) {
         let spare = self.bytes.saturating_sub(tuples * TUPLE);
         self.bytes -= spare;
         self.streams.held().messages -= spare;

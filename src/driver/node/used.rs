@@ -1,35 +1,24 @@
-//! Volumes in use on this node: their loop devices, filesystems and targets.
-//!
-//! `state.json` says where a volume should be; it is written before the kernel is called, so that
-//! every mount is explained by a record. What is mounted is read from the kernel: a record
-//! without its mount is repaired or dropped.
+//! The volumes that this node uses, and the requests for it.
 
-mod ephemeral;
-mod expand;
-mod health;
-mod held;
-mod publish;
-mod stage;
-mod stats;
-
-pub use stats::{Stats, Usage};
-
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::capacity::Capacity;
-use super::devices::{free_unrecorded, shows};
-use super::error::shown;
-use super::health::Health;
-use super::locks::Key;
-use super::quiesce::Copier;
-use super::shared::Shared;
-use super::volumes::Volumes;
-use super::{Capability, EphemeralParameters, Error, Result};
+use crate::driver::devices::attached::{free_unrecorded, shows};
+use crate::driver::error::{Error, Result, shown};
+use crate::driver::health::volume::Health;
+use crate::driver::locks::Key;
+use crate::driver::request::capability::Capability;
+use crate::driver::request::params::EphemeralParameters;
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::quiesce::Copier;
+use crate::driver::volumes::capacity::Capacity;
+use crate::driver::volumes::make::Volumes;
 use crate::store::{Staged, VolumeState};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;
 use base::VolumeId;
+use files::{Context, change};
 
 /// A NodeStageVolume call, with the fields of its message.
 #[derive(Clone, Debug)]
@@ -56,17 +45,17 @@ pub struct PublishRequest {
 /// The volumes of this node where they are used: devices, filesystems, mounts.
 #[derive(Debug)]
 pub struct Node {
-    pub(super) shared: Arc<Shared>,
-    pub(super) volumes: Arc<Volumes>,
-    pub(super) capacity: Arc<Capacity>,
-    pub(super) copier: Arc<Copier>,
-    pub(super) health: Arc<Health>,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) volumes: Arc<Volumes>,
+    pub(in crate::driver) capacity: Arc<Capacity>,
+    pub(in crate::driver) copier: Arc<Copier>,
+    pub(in crate::driver) health: Arc<Health>,
 }
 
 impl Node {
     /// Unmounts a volume from `path` when the pool is dead and no record can be read: what the kernel has mounted decides.
     /// Frees the device once it is mounted nowhere.
-    fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
+    pub(super) fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
         let _place = self.shared.locks.take(Key::Place(path.to_owned()))?;
         let volumes = self.shared.store.dir().volumes();
         let device = match volume_id.parse::<VolumeId>() {
@@ -87,7 +76,7 @@ impl Node {
             mount::unmount(path)?;
         }
         if is_target {
-            stage::remove_target(path)?;
+            remove_target(path)?;
         }
         free_unrecorded(device)
     }
@@ -95,7 +84,7 @@ impl Node {
 
 /// The place of a volume that `volume_path` names. A path that is not in the record is answered with "not found",
 /// so an arbitrary string never reaches the kernel.
-fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
+pub(super) fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
     let path = mount::resolved(volume_path);
     match state.place(&path) {
         Some(staged) => Ok((path, staged)),
@@ -103,6 +92,25 @@ fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s
     }
 }
 
-fn no_volume_at(volume_path: &Path) -> Error {
+pub(super) fn no_volume_at(volume_path: &Path) -> Error {
     Error::NotFound { kind: "the volume at", id: shown(&volume_path.to_string_lossy()) }
+}
+
+/// Removes a mount target that we made: an empty directory, or the file that a device was mounted on.
+pub(super) fn remove_target(target: &Path) -> Result<()> {
+    let meta = match fs::symlink_metadata(target) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        meta => meta.context("stat", target)?,
+    };
+    let removed = match meta.is_dir() {
+        true => change::remove_dir(target),
+        // The file that we made was empty, so this is another.
+        false if meta.len() > 0 => return Ok(()),
+        false => change::remove_file(target),
+    };
+    match removed {
+        // The directory existed before, and holds files of others.
+        Err(error) if error.source.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => Ok(removed?),
+    }
 }

@@ -1,7 +1,6 @@
 //! How a volume is to be used, and whether this driver supports that.
 
-use super::error::shown;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result, shown};
 use crate::store::{AccessKind, VolumeRecord};
 
 /// As a device or as a filesystem.
@@ -83,7 +82,7 @@ const DEFAULT_FS: &str = "ext4";
 
 impl Capability {
     /// Whether it is read-only: by the access mode, or by the mount flag `ro`.
-    pub(super) fn is_read_only(&self) -> bool {
+    pub(in crate::driver) fn is_read_only(&self) -> bool {
         let flag = match &self.access {
             AccessType::Block => false,
             AccessType::Mount { flags, .. } => flags.0.iter().flat_map(|f| f.split(',')).any(|f| f == "ro"),
@@ -93,17 +92,17 @@ impl Capability {
 
     /// The kind of access in the form that records keep, for a new volume.
     /// `default` is the filesystem if the client does not choose one; `None` for the driver's choice.
-    pub(super) fn kind(&self, default: Option<&str>) -> Result<AccessKind> {
+    pub(in crate::driver) fn kind(&self, default: Option<&str>) -> Result<AccessKind> {
         self.kind_or(default.unwrap_or(DEFAULT_FS))
     }
 
     /// The same for an existing volume, whatever it was made for. The default is the filesystem that it was made for.
-    pub(super) fn kind_for(&self, record: &VolumeRecord) -> Result<AccessKind> {
+    pub(in crate::driver) fn kind_for(&self, record: &VolumeRecord) -> Result<AccessKind> {
         self.kind_or(record.fs_type().unwrap_or(DEFAULT_FS))
     }
 
     /// Whether a volume that is staged as `staged` can be used so. Without a filesystem's name any filesystem will do.
-    pub(super) fn fits(&self, staged: &AccessKind) -> bool {
+    pub(in crate::driver) fn fits(&self, staged: &AccessKind) -> bool {
         match (&self.access, staged) {
             (AccessType::Block, AccessKind::Block) => true,
             (AccessType::Mount { .. }, AccessKind::Filesystem(there)) => {
@@ -114,7 +113,7 @@ impl Capability {
     }
 
     /// The filesystem that the client chose.
-    pub(super) fn named_filesystem(&self) -> Option<&str> {
+    pub(in crate::driver) fn named_filesystem(&self) -> Option<&str> {
         match &self.access {
             AccessType::Mount { fs_type, .. } if !fs_type.is_empty() => Some(fs_type),
             _ => None,
@@ -134,12 +133,12 @@ impl Capability {
 }
 
 /// Whether this driver makes and mounts a filesystem.
-pub(super) fn is_known_filesystem(name: &str) -> bool {
+pub(in crate::driver) fn is_known_filesystem(name: &str) -> bool {
     FILESYSTEMS.iter().any(|(known, _)| *known == name)
 }
 
 /// Fails for a filesystem that this driver does not make. `field` is the request's field that names it.
-pub(super) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
+pub(in crate::driver) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
     match is_known_filesystem(name) {
         true => Ok(()),
         false => {
@@ -150,7 +149,10 @@ pub(super) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
 }
 
 /// The kinds of several capabilities, each once, in the order of the request. `fs_type` is the default filesystem.
-pub(super) fn kinds(capabilities: &[Capability], fs_type: Option<&str>) -> Result<Vec<AccessKind>> {
+pub(in crate::driver) fn kinds(
+    capabilities: &[Capability],
+    fs_type: Option<&str>,
+) -> Result<Vec<AccessKind>> {
     if capabilities.is_empty() {
         return Err(Error::Missing { field: "volume_capabilities" });
     }
@@ -171,7 +173,7 @@ pub(super) fn kinds(capabilities: &[Capability], fs_type: Option<&str>) -> Resul
 }
 
 /// The smallest size in bytes of a volume that supports all these kinds.
-pub(super) fn least_size(kinds: &[AccessKind]) -> u64 {
+pub(in crate::driver) fn least_size(kinds: &[AccessKind]) -> u64 {
     let least = |kind: &AccessKind| match kind {
         AccessKind::Block => 1,
         AccessKind::Filesystem(name) => {

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::error::shown;
-use super::{Capability, Error, Result, VolumeParameters};
+use crate::driver::error::{Error, Result, shown};
+use crate::driver::request::capability::Capability;
+use crate::driver::request::params::VolumeParameters;
 use crate::store::{AccessKind, Source, Tuning, VolumeRecord};
 use base::BlockSize;
 
@@ -42,7 +43,7 @@ impl CapacityRange {
     }
 
     /// Whether a capacity is in the requested range.
-    pub(super) fn holds(&self, capacity: u64) -> bool {
+    pub(in crate::driver) fn holds(&self, capacity: u64) -> bool {
         capacity >= self.required && self.limit.is_none_or(|limit| capacity <= limit)
     }
 }
@@ -76,7 +77,7 @@ pub enum SourceRef {
 }
 
 /// How an existing volume differs from a new request with the same name, if it does.
-pub(super) fn difference(
+pub(in crate::driver) fn difference(
     existing: &VolumeRecord,
     request: &CreateVolume,
     access: &[AccessKind],
@@ -109,7 +110,7 @@ pub(super) fn difference(
 }
 
 /// Fails if the spec does not allow a CO to send this name.
-pub(super) fn check_name(field: &'static str, name: &str) -> Result<()> {
+pub(in crate::driver) fn check_name(field: &'static str, name: &str) -> Result<()> {
     if name.is_empty() {
         return Err(Error::Missing { field });
     }

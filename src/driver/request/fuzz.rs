@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 
-use super::history::Retention;
-use super::list::PageRequest;
-use super::params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
-use super::{Error, Result};
+use crate::driver::config::Retention;
+use crate::driver::error::{Error, Result};
+use crate::driver::request::page::PageRequest;
+use crate::driver::request::params::{
+    EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning,
+};
 use base::{BlockSize, SnapshotId, VolumeId, age};
 
 /// An age that parses is formatted as text that parses to the same age; a retention too.
@@ -29,7 +31,9 @@ pub(crate) fn tokens(bytes: &[u8]) {
     let starting_token = String::from_utf8_lossy(token).into_owned();
     let request = PageRequest { max_entries: i32::from_le_bytes(max_entries), starting_token };
     match request.limit() {
-        Ok(limit) => assert!(request.max_entries >= 0 && (1..=super::list::MAX_PAGE).contains(&limit)),
+        Ok(limit) => {
+            assert!(request.max_entries >= 0 && (1..=crate::driver::request::page::MAX_PAGE).contains(&limit))
+        }
         Err(_) => assert!(request.max_entries < 0),
     }
     let text = &request.starting_token;

@@ -6,14 +6,10 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use super::error::shown;
-use super::volumes::Volumes;
-use super::{Error, Result};
-use crate::store::VolumeRecord;
-use base::VolumeId;
+use crate::driver::error::{Error, Result, shown};
 
 /// Entries of a page at most: some 300 bytes each, so well under gRPC's 4 MiB.
-pub(super) const MAX_PAGE: usize = 5000;
+pub(in crate::driver) const MAX_PAGE: usize = 5000;
 
 /// The requested part of a list.
 #[derive(Clone, Debug, Default)]
@@ -25,7 +21,7 @@ pub struct PageRequest {
 }
 
 impl PageRequest {
-    pub(super) fn limit(&self) -> Result<usize> {
+    pub(in crate::driver) fn limit(&self) -> Result<usize> {
         match usize::try_from(self.max_entries) {
             Ok(0) => Ok(MAX_PAGE),
             Ok(most) => Ok(most.min(MAX_PAGE)),
@@ -37,7 +33,7 @@ impl PageRequest {
         }
     }
 
-    pub(super) fn after<Id: FromStr>(&self) -> Result<Option<Id>> {
+    pub(in crate::driver) fn after<Id: FromStr>(&self) -> Result<Option<Id>> {
         if self.starting_token.is_empty() {
             return Ok(None);
         }
@@ -64,24 +60,11 @@ pub struct SnapshotFilter {
     pub snapshot_id: String,
 }
 
-impl Volumes {
-    /// Lists volumes.
-    pub fn list(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
-        let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
-        self.shared.store.check_alive()?;
-        Ok(self.shared.store.read(|index| {
-            // Ephemeral volumes are known to kubelet only.
-            let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
-            page(listed.cloned(), limit, |record| record.id.to_string())
-        }))
-    }
-}
-
-pub(super) fn optional<Id: FromStr>(text: &str) -> Result<Option<Id>, Id::Err> {
+pub(in crate::driver) fn optional<Id: FromStr>(text: &str) -> Result<Option<Id>, Id::Err> {
     if text.is_empty() { Ok(None) } else { text.parse().map(Some) }
 }
 
-pub(super) fn page<R>(
+pub(in crate::driver) fn page<R>(
     mut records: impl Iterator<Item = Arc<R>>,
     limit: usize,
     token: impl Fn(&R) -> String,

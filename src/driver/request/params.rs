@@ -3,9 +3,8 @@
 
 use std::collections::HashMap;
 
-use super::capability::known_filesystem;
-use super::error::shown;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result, shown};
+use crate::driver::request::capability::known_filesystem;
 use crate::store::{Tuning, TupleStyle};
 use base::{BlockSize, Quantity};
 

@@ -3,10 +3,11 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use super::history::{Histories, Parent, header};
-use super::quiesce::{Copier, HashingSink, LiveCopy};
-use super::shared::Shared;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::history::hold::{Histories, header};
+use crate::driver::snapshots::history::parent::Parent;
+use crate::driver::snapshots::quiesce::{Copier, HashingSink, LiveCopy};
 use crate::pool::Changes;
 use crate::store::{SnapshotRecord, VolumeRecord};
 use crate::sys::extents::Extents;
@@ -18,7 +19,7 @@ use cbt::{
 use files::durable;
 
 /// A snapshot being made.
-pub(super) struct NewSnapshot {
+pub(in crate::driver) struct NewSnapshot {
     /// The draft of its files.
     pub draft: ObjectDir,
     /// The source volume, as it was when it was locked.
@@ -31,16 +32,16 @@ pub(super) struct NewSnapshot {
 
 /// Fills the drafts of new snapshots.
 #[derive(Debug)]
-pub(super) struct Filler {
-    pub(super) shared: Arc<Shared>,
-    pub(super) copier: Arc<Copier>,
-    pub(super) histories: Arc<Histories>,
+pub(in crate::driver) struct Filler {
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) copier: Arc<Copier>,
+    pub(in crate::driver) histories: Arc<Histories>,
 }
 
 impl Filler {
     /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes their maps. Hashes
     /// are left for later, unless the copy read all bytes.
-    pub(super) fn fill(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
+    pub(in crate::driver) fn fill(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
         let mut copies = Vec::new();
         for new in &*snapshots {
             copies.push(self.live_copy(new)?);

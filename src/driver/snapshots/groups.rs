@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::error::{OTHER_NAME, shown};
-use super::fill::NewSnapshot;
-use super::locks::Key;
-use super::request::check_name;
-use super::shared::LockedVolume;
-use super::snapshots::Snapshots;
-use super::{Error, Result, SnapshotParameters};
+use crate::driver::error::{Error, OTHER_NAME, Result, shown};
+use crate::driver::locks::Key;
+use crate::driver::request::create::check_name;
+use crate::driver::request::params::SnapshotParameters;
+use crate::driver::shared::LockedVolume;
+use crate::driver::snapshots::fill::NewSnapshot;
+use crate::driver::snapshots::take::Snapshots;
 use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
 use base::GroupId;
 use files::Context;

@@ -15,17 +15,17 @@ use crate::store::SnapshotRecord;
 use base::{SnapshotId, Stop, VolumeId};
 
 /// How often the age of retained snapshots is checked.
-pub(super) const TURN: Duration = Duration::from_secs(600);
+pub(in crate::driver) const TURN: Duration = Duration::from_secs(600);
 /// The time until the retry of a snapshot that could not be hashed, for instance because the pool was full. Each further
 /// failure doubles it, up to [`TURN`].
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The snapshots that are still to be hashed.
 #[derive(Debug, Default)]
-pub(super) struct Queue {
+pub(in crate::driver) struct Queue {
     state: Mutex<State>,
     wake: Condvar,
-    pub(super) stop: Stop,
+    pub(in crate::driver) stop: Stop,
 }
 
 /// Each operation takes logarithmic time, since calls wait for it and thousands of snapshots may be queued.
@@ -78,16 +78,16 @@ const FIRST: Try = Try { due: None, failures: 0 };
 
 /// What to do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Work {
-    pub(super) id: SnapshotId,
-    pub(super) part: Part,
+pub(in crate::driver) struct Work {
+    pub(in crate::driver) id: SnapshotId,
+    pub(in crate::driver) part: Part,
     place: Place,
     failures: u32,
 }
 
 /// The parts of the work on a snapshot, the first to be done first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
+pub(in crate::driver) enum Part {
     /// Hashes the blocks that may have changed since the snapshot before, and finds those that did.
     Changes,
     /// Hashes all other blocks.
@@ -258,12 +258,12 @@ impl Queue {
     }
 
     /// Bytes of all snapshots that are still to be hashed.
-    pub(super) fn backlog(&self) -> u64 {
+    pub(in crate::driver) fn backlog(&self) -> u64 {
         self.state().left
     }
 
     /// Puts a snapshot into the queue, with the number of bytes to hash.
-    pub(super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
+    pub(in crate::driver) fn add(&self, record: &SnapshotRecord, bytes: u64) {
         if !record.tracking {
             return;
         }
@@ -272,39 +272,39 @@ impl Queue {
     }
 
     /// Removes a snapshot that no longer exists.
-    pub(super) fn forget(&self, record: &SnapshotRecord) {
+    pub(in crate::driver) fn forget(&self, record: &SnapshotRecord) {
         self.state().forget(&(record.volume.clone(), record.sequence));
     }
 
     /// Queues work that has more steps, after others had their turn.
-    pub(super) fn go_on(&self, work: &Work) {
+    pub(in crate::driver) fn go_on(&self, work: &Work) {
         self.state().again(work, FIRST);
     }
 
     /// Queues work that failed for a retry; the delay doubles each time.
-    pub(super) fn put_off(&self, work: &Work) {
+    pub(in crate::driver) fn put_off(&self, work: &Work) {
         self.state().put_off(work, Instant::now());
     }
 
     /// Ends work. Its snapshot leaves the queue, unless its other part is left.
-    pub(super) fn done(&self, work: &Work) {
+    pub(in crate::driver) fn done(&self, work: &Work) {
         self.state().done(work);
     }
 
     /// Subtracts bytes of a snapshot that were hashed.
-    pub(super) fn progress(&self, record: &SnapshotRecord, bytes: u64) {
+    pub(in crate::driver) fn progress(&self, record: &SnapshotRecord, bytes: u64) {
         self.state().progress(&(record.volume.clone(), record.sequence), bytes);
     }
 
     /// Stops the current work, and gives out no more.
-    pub(super) fn cease(&self) {
+    pub(in crate::driver) fn cease(&self) {
         self.state().stopping = true;
         self.stop.cancel();
         self.wake.notify_all();
     }
 
     /// Waits for the next thing to do.
-    pub(super) fn next(&self) -> Next {
+    pub(in crate::driver) fn next(&self) -> Next {
         let mut state = self.state();
         loop {
             if state.stopping {
@@ -329,7 +329,7 @@ impl Queue {
 }
 
 /// What the hashing thread does next.
-pub(super) enum Next {
+pub(in crate::driver) enum Next {
     Work(Work),
     /// Check the age of retained snapshots.
     Retention,

@@ -9,9 +9,9 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::read_errors::ReadErrors;
-use super::shared::Shared;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::health::read_errors::ReadErrors;
+use crate::driver::shared::Shared;
 use crate::pool::{Bytes, Sink};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
@@ -30,13 +30,13 @@ const FULL: u64 = 16 << 20;
 
 /// Copies volumes that may be in use.
 #[derive(Debug)]
-pub(super) struct Copier {
-    pub(super) shared: Arc<Shared>,
-    pub(super) read_errors: Arc<ReadErrors>,
+pub(in crate::driver) struct Copier {
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) read_errors: Arc<ReadErrors>,
 }
 
 /// A copy to be made of a locked volume.
-pub(super) struct LiveCopy {
+pub(in crate::driver) struct LiveCopy {
     pub id: VolumeId,
     pub source: Bytes,
     /// The object whose bytes are made.
@@ -50,18 +50,18 @@ pub(super) struct LiveCopy {
 }
 
 /// Hashes the bytes of a copy while they are copied.
-pub(super) struct HashingSink {
+pub(in crate::driver) struct HashingSink {
     hashing: HashingCopy,
     failed: Option<cbt::Error>,
 }
 
 impl HashingSink {
-    pub(super) fn new(hashes: HashFile, size: BlockSize) -> Self {
+    pub(in crate::driver) fn new(hashes: HashFile, size: BlockSize) -> Self {
         HashingSink { hashing: HashingCopy::new(hashes, size), failed: None }
     }
 
     /// Hashes whole blocks from byte `offset` on. A failure ends the copy, and [`HashingSink::check`] reports the reason.
-    pub(super) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
+    pub(in crate::driver) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
         self.hashing.take(offset, bytes).map_err(|error| {
             self.failed = Some(error);
             Stopped::Cancelled
@@ -69,17 +69,17 @@ impl HashingSink {
     }
 
     /// Discards the hashes, before the copy is made again.
-    pub(super) fn start_again(&mut self) -> Result<()> {
+    pub(in crate::driver) fn start_again(&mut self) -> Result<()> {
         Ok(self.hashing.start_again()?)
     }
 
     /// Makes the hashes durable.
-    pub(super) fn sync(&self) -> Result<()> {
+    pub(in crate::driver) fn sync(&self) -> Result<()> {
         Ok(self.hashing.sync()?)
     }
 
     /// Returns the error of [`HashingSink::take`], if it failed.
-    pub(super) fn check(&mut self) -> Result<()> {
+    pub(in crate::driver) fn check(&mut self) -> Result<()> {
         self.failed.take().map_or(Ok(()), |error| Err(error.into()))
     }
 }
@@ -93,7 +93,7 @@ struct FrozenVolumes<'c> {
 impl Copier {
     /// Copies the bytes of volumes into new files, even while the volumes are in use. All copies show one moment, as
     /// `CreateVolumeGroupSnapshot` demands ("write-order consistency").
-    pub(super) fn copy_live(&self, copies: &mut [LiveCopy]) -> Result<Vec<File>> {
+    pub(in crate::driver) fn copy_live(&self, copies: &mut [LiveCopy]) -> Result<Vec<File>> {
         let mut held = FrozenVolumes { copier: self, frozen: Vec::new() };
         let mut raw = Vec::new();
         let started = Instant::now();
@@ -202,7 +202,7 @@ impl Copier {
 
     /// Thaws what a driver froze since the last boot and did not thaw, and nothing else. Called at start for the driver before,
     /// and at a shutdown that leaves calls behind.
-    pub(super) fn thaw_leftovers(&self) {
+    pub(in crate::driver) fn thaw_leftovers(&self) {
         let ids: Vec<VolumeId> = self
             .shared
             .store
@@ -215,7 +215,7 @@ impl Copier {
     }
 
     /// Undoes settings on volumes that a driver left when it died during a copy.
-    pub(super) fn end_cut_copies(&self) {
+    pub(in crate::driver) fn end_cut_copies(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.volumes_after(None).cloned().collect());
         for record in volumes {
             let direct = record.tuning.direct_io != Some(false);
@@ -229,7 +229,7 @@ impl Copier {
 
     /// Thaws a volume whose recorded freeze was never undone, through any mount of its device. The record is removed after
     /// that, or if the device is gone and so nothing can be frozen.
-    pub(super) fn thaw_leftover(&self, id: &VolumeId) -> Result<()> {
+    pub(in crate::driver) fn thaw_leftover(&self, id: &VolumeId) -> Result<()> {
         let Some(boot) = self.shared.store.volume_state(id)?.frozen else { return Ok(()) };
         if boot == sys::boot_id()?
             && let Some(device) = LoopDevice::find(&self.shared.volume_data(id))?

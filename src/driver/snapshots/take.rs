@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::error::{OTHER_NAME, shown};
-use super::fill::{Filler, NewSnapshot};
-use super::history::Histories;
-use super::list::{Page, PageRequest, SnapshotFilter, optional, page};
-use super::locks::Key;
+use crate::driver::error::{Error, OTHER_NAME, Result, shown};
+use crate::driver::locks::Key;
+use crate::driver::request::create::check_name;
+use crate::driver::request::page::{Page, PageRequest, SnapshotFilter, optional, page};
+use crate::driver::request::params::SnapshotParameters;
+use crate::driver::shared::{LockedVolume, Shared};
+use crate::driver::snapshots::fill::{Filler, NewSnapshot};
+use crate::driver::snapshots::history::hold::Histories;
 
-use super::request::check_name;
-use super::shared::{LockedVolume, Shared};
-use super::{Error, Result, SnapshotParameters};
 use crate::store::{SnapshotRecord, Timestamp, TupleStyle};
 use base::{GroupId, SnapshotId, VolumeId};
 use files::Context;
@@ -19,9 +19,9 @@ use files::Context;
 /// Takes snapshots, alone and in groups (`groups.rs`), and deletes them.
 #[derive(Debug)]
 pub struct Snapshots {
-    pub(super) shared: Arc<Shared>,
-    pub(super) histories: Arc<Histories>,
-    pub(super) filler: Filler,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) histories: Arc<Histories>,
+    pub(in crate::driver) filler: Filler,
 }
 
 impl Snapshots {
@@ -82,7 +82,7 @@ impl Snapshots {
     }
 
     /// A record for a new snapshot.
-    pub(super) fn new_record(
+    pub(in crate::driver) fn new_record(
         &self,
         name: &str,
         group: Option<GroupId>,

@@ -1,53 +1,24 @@
-//! Makes volumes from snapshots and volumes of other nodes. The blocks are copied over the network in the background.
-//!
-//! - `run.rs`: the thread of a transfer.
-//! - `plan.rs`: what to do with each block of a segment; a pure function.
-//! - `receive.rs`: makes the bytes of the new volume equal to the source's.
-//! - `holes.rs`: what blocks hold no data in, which is neither sent nor written.
-//! - `write.rs`: gathers blocks and writes them past the page cache.
-//! - `send.rs`: the source's side.
-//! - `throttle.rs`: `--transfer-rate`.
-//!
-//! `driver/transfer_table.rs` has the table of transfers and how each ended. This file begins, continues and removes
-//! transfers. A transfer begins, and continues, when CreateVolume is called with a connection to its source:
-//!
-//! 1. The source is opened, so that its errors are reported at once.
-//! 2. An empty volume is drafted in `staging/`, with a `transfer.json`, so that the next start keeps it
-//!    (`store/transfers.rs`).
-//! 3. A thread makes its bytes equal to the source's, and syncs them. While the source is unavailable it retries.
-//! 4. The draft becomes a volume by a rename, like any volume.
-//!
-//! A driver that stops or dies leaves the draft, and the next one continues when CreateVolume is called again. The draft
-//! is removed if DeleteVolume names it, if the source is gone or damaged, or if CreateVolume is not called for an hour.
-
-mod holes;
-mod plan;
-mod receive;
-mod run;
-mod send;
-mod throttle;
-mod write;
+//! Begins, continues and removes transfers.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::capability::kinds;
-use super::capacity::Capacity;
-use super::locks::Key;
-use super::quiesce::{Copier, LiveCopy};
-use super::remote::{Opened, Remote};
-use super::request::{CreateVolume, SourceRef, check_name};
-use super::shared::Shared;
-use super::transfer_table::{Phase, Transfer, TransferTable};
-use super::volumes::Volumes;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::locks::Key;
+use crate::driver::request::capability::kinds;
+use crate::driver::request::create::{CreateVolume, SourceRef, check_name};
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::quiesce::{Copier, LiveCopy};
+use crate::driver::transfer::run::Running;
+use crate::driver::transfer::throttle::Throttle;
+use crate::driver::volumes::capacity::Capacity;
+use crate::driver::volumes::incoming::{Phase, Transfer, TransferTable};
+use crate::driver::volumes::make::Volumes;
+use crate::driver::volumes::remote::{Opened, Remote};
 use crate::store::{AccessKind, Draft, Source, Timestamp, VolumeRecord};
 use base::{Stop, VolumeId};
 use files::Context;
 use files::change;
-use run::Running;
-pub use send::{OpenSource, Point, Sources};
-pub(super) use throttle::Throttle;
 
 /// The most transfers at a time.
 const MOST: usize = 256;
@@ -61,14 +32,14 @@ const STOP_PATIENCE: Duration = Duration::from_secs(5);
 /// Makes volumes from sources on other nodes.
 #[derive(Debug)]
 pub struct Transfers {
-    pub(super) shared: Arc<Shared>,
-    pub(super) volumes: Arc<Volumes>,
-    pub(super) capacity: Arc<Capacity>,
-    pub(super) copier: Arc<Copier>,
-    pub(super) table: Arc<TransferTable>,
-    pub(super) throttle: Throttle,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) volumes: Arc<Volumes>,
+    pub(in crate::driver) capacity: Arc<Capacity>,
+    pub(in crate::driver) copier: Arc<Copier>,
+    pub(in crate::driver) table: Arc<TransferTable>,
+    pub(in crate::driver) throttle: Throttle,
     /// The number of transfers that receive.
-    pub(super) working: Mutex<usize>,
+    pub(in crate::driver) working: Mutex<usize>,
 }
 
 impl Transfers {

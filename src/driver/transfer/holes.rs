@@ -5,7 +5,7 @@ use std::iter::Peekable;
 
 use base::ByteRange;
 
-use super::write::ALIGN;
+use crate::driver::transfer::write::ALIGN;
 
 /// What holds no data in `bytes`, which begin on a block. `parts` is what holds data there and behind, and is consumed up to
 /// the end of `bytes`. Parts are widened to what direct writes must be aligned to.

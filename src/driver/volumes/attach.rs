@@ -3,10 +3,10 @@
 //! The volume's file is on one node, so nothing needs to be done on another machine. An attachment is an entry in the
 //! volume's `state.json`. It records how the volume may be used, and prevents its deletion.
 
-use super::capacity::Reservation;
-use super::error::shown;
-use super::volumes::Volumes;
-use super::{Capability, Error, Result};
+use crate::driver::error::{Error, Result, shown};
+use crate::driver::request::capability::Capability;
+use crate::driver::volumes::capacity::Reservation;
+use crate::driver::volumes::make::Volumes;
 use crate::store::{Attached, VolumeRecord};
 
 /// A ControllerPublishVolume call, with the fields of its message.

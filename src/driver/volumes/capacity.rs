@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::capability::{kinds, least_size};
-use super::request::CapacityRange;
-use super::shared::Shared;
-use super::transfer_table::TransferTable;
-use super::{Capability, Error, Result, VolumeParameters};
+use crate::driver::error::{Error, Result};
+use crate::driver::request::capability::{Capability, kinds, least_size};
+use crate::driver::request::create::CapacityRange;
+use crate::driver::request::params::VolumeParameters;
+use crate::driver::shared::Shared;
+use crate::driver::volumes::incoming::TransferTable;
 use crate::store::AccessKind;
 use crate::sys;
 use base::{BlockSize, Quantity};
@@ -29,19 +30,19 @@ pub struct AvailableCapacity {
 /// How large volumes may be, and how much space there is for them.
 #[derive(Debug)]
 pub struct Capacity {
-    pub(super) shared: Arc<Shared>,
-    pub(super) transfers: Arc<TransferTable>,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) transfers: Arc<TransferTable>,
     /// Bytes of volumes that are being made.
-    pub(super) reserved: Reserved,
+    pub(in crate::driver) reserved: Reserved,
 }
 
 /// How much of a limited amount is reserved by calls that have not recorded it yet. So two concurrent calls cannot both
 /// take the last of it.
 #[derive(Debug, Default)]
-pub(super) struct Reserved(Mutex<u64>);
+pub(in crate::driver) struct Reserved(Mutex<u64>);
 
 /// A reserved amount. It is released when dropped: by then a record counts it, or the call failed.
-pub(super) struct Reservation<'r> {
+pub(in crate::driver) struct Reservation<'r> {
     reserved: &'r Reserved,
     amount: u64,
 }
@@ -49,7 +50,11 @@ pub(super) struct Reservation<'r> {
 impl Reserved {
     /// Reserves `amount`, if `check` allows it. The argument of `check` is what others have reserved. It must not do I/O, since
     /// all calls wait for it.
-    pub(super) fn take(&self, amount: u64, check: impl FnOnce(u64) -> Result<()>) -> Result<Reservation<'_>> {
+    pub(in crate::driver) fn take(
+        &self,
+        amount: u64,
+        check: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<Reservation<'_>> {
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         check(*taken)?;
         *taken += amount;
@@ -66,7 +71,7 @@ impl Drop for Reservation<'_> {
 impl Capacity {
     /// The size of a new volume: the largest of the requested size, the source's and the least that its filesystem needs,
     /// rounded up to a block.
-    pub(super) fn of_new(
+    pub(in crate::driver) fn of_new(
         &self,
         source: Option<u64>,
         access: &[AccessKind],
@@ -84,7 +89,12 @@ impl Capacity {
     }
 
     /// The size of an existing volume after an expansion, never less than its current size.
-    pub(super) fn of_expanded(&self, now: u64, block_size: BlockSize, range: CapacityRange) -> Result<u64> {
+    pub(in crate::driver) fn of_expanded(
+        &self,
+        now: u64,
+        block_size: BlockSize,
+        range: CapacityRange,
+    ) -> Result<u64> {
         if now >= range.required {
             return match range.limit {
                 Some(limit) if now > limit => Err(Error::OutOfRange {
@@ -122,7 +132,7 @@ impl Capacity {
 
     /// Reserves `bytes` for a volume, or fails with `RESOURCE_EXHAUSTED` if `--overcommit` does not allow them. Without the
     /// flag any size is allowed, since volumes are thin.
-    pub(super) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
+    pub(in crate::driver) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
         let most = self.limit()?;
         self.reserved.take(bytes, |taken| match most.map(|most| self.left_of(most, taken)) {
             Some(left) if bytes > left => Err(Error::Exhausted(format!(

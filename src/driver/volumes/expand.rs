@@ -4,10 +4,12 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
 
-use super::params::parse_tuning;
-use super::superblock::Superblock;
-use super::volumes::Volumes;
-use super::{Capability, CapacityRange, Error, Result};
+use crate::driver::devices::superblock::Superblock;
+use crate::driver::error::{Error, Result};
+use crate::driver::request::capability::Capability;
+use crate::driver::request::create::CapacityRange;
+use crate::driver::request::params::parse_tuning;
+use crate::driver::volumes::make::Volumes;
 use crate::store::{AccessKind, Tuning, VolumeRecord};
 use crate::sys::blockdev;
 use crate::sys::loopdev::LoopDevice;
@@ -27,7 +29,7 @@ impl Volumes {
     /// Makes a volume larger, in use or not. Succeeds if it is large enough already. Snapshots keep their size.
     ///
     /// 1. Extend the file and sync it. After a crash the record still has the old size, and the next use truncates the file
-    ///    to it ([`Shared::truncate_to_record`](super::shared::Shared::truncate_to_record)). No device shows the new part yet.
+    ///    to it ([`Shared::truncate_to_record`](crate::driver::shared::Shared::truncate_to_record)). No device shows the new part yet.
     /// 2. Replace the record: this is the commit.
     /// 3. Grow the device. After a crash before this step, stage, publish, a retry or `NodeExpandVolume` grows it.
     pub fn expand(
@@ -88,7 +90,7 @@ impl Volumes {
 }
 
 /// Makes a device as large as its volume.
-pub(super) fn grow(device: &LoopDevice, capacity: u64) -> Result<()> {
+pub(in crate::driver) fn grow(device: &LoopDevice, capacity: u64) -> Result<()> {
     if blockdev::size(&device.path())? < capacity {
         device.grow_to_file()?;
     }
@@ -96,7 +98,7 @@ pub(super) fn grow(device: &LoopDevice, capacity: u64) -> Result<()> {
 }
 
 /// Sets attributes of a volume's device, whose bytes are at `data`. `None` leaves one unchanged.
-pub(super) fn tune(device: &LoopDevice, data: &Path, tuning: &Tuning) -> Result<()> {
+pub(in crate::driver) fn tune(device: &LoopDevice, data: &Path, tuning: &Tuning) -> Result<()> {
     if let Some(direct) = tuning.direct_io {
         let file = File::open(data).context("open", data)?;
         device.set_direct_io(direct, &file).map_err(|error| match error.errno() {

@@ -6,12 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::{OTHER_NAME, shown};
-use super::locks::OpGuard;
-use super::remote::Remote;
-use super::request::{CreateVolume, difference};
-use super::shared::Shared;
-use super::{Error, Result};
+use crate::driver::error::{Error, OTHER_NAME, Result, shown};
+use crate::driver::locks::OpGuard;
+use crate::driver::request::create::{CreateVolume, difference};
+use crate::driver::shared::Shared;
+use crate::driver::volumes::remote::Remote;
 use crate::store::{AccessKind, VolumeRecord};
 use base::{Stop, VolumeId};
 
@@ -20,11 +19,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The transfers to this node.
 #[derive(Debug)]
-pub(super) struct TransferTable {
+pub(in crate::driver) struct TransferTable {
     shared: Arc<Shared>,
     known: Mutex<HashMap<VolumeId, Arc<Transfer>>>,
     /// Numbers of transfers that ended and were forgotten, by outcome; and the bytes that those received.
-    pub(super) ended: [AtomicU64; 3],
+    pub(in crate::driver) ended: [AtomicU64; 3],
     received: AtomicU64,
 }
 
@@ -48,7 +47,7 @@ pub struct TransferFigures {
 }
 
 #[derive(Clone, Copy)]
-pub(super) enum Outcome {
+pub(in crate::driver) enum Outcome {
     Done,
     Failed,
     Removed,
@@ -56,7 +55,7 @@ pub(super) enum Outcome {
 
 /// The progress of a transfer, for the log and for metrics.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(in crate::driver) struct Progress {
     /// Bytes that the source holds.
     pub total: AtomicU64,
     /// Of these, the bytes known to be in the new volume.
@@ -67,17 +66,17 @@ pub(super) struct Progress {
 
 impl Progress {
     /// Counts bytes that are in the new volume.
-    pub(super) fn add_done(&self, bytes: u64) {
+    pub(in crate::driver) fn add_done(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
 /// A volume that is being copied from another node.
-pub(super) struct Transfer {
-    pub(super) record: VolumeRecord,
-    pub(super) progress: Progress,
+pub(in crate::driver) struct Transfer {
+    pub(in crate::driver) record: VolumeRecord,
+    pub(in crate::driver) progress: Progress,
     state: Mutex<State>,
-    pub(super) changed: Condvar,
+    pub(in crate::driver) changed: Condvar,
 }
 
 impl std::fmt::Debug for Transfer {
@@ -86,19 +85,19 @@ impl std::fmt::Debug for Transfer {
     }
 }
 
-pub(super) struct State {
-    pub(super) phase: Phase,
+pub(in crate::driver) struct State {
+    pub(in crate::driver) phase: Phase,
     /// The newest connection to the source, until the thread takes it.
-    pub(super) remote: Option<Box<dyn Remote>>,
+    pub(in crate::driver) remote: Option<Box<dyn Remote>>,
     /// When the last call for it came.
-    pub(super) asked: Instant,
+    pub(in crate::driver) asked: Instant,
     /// Cancelled to end the thread.
-    pub(super) stop: Stop,
+    pub(in crate::driver) stop: Stop,
     /// Whether its files are to be removed.
-    pub(super) is_unwanted: bool,
+    pub(in crate::driver) is_unwanted: bool,
 }
 
-pub(super) enum Phase {
+pub(in crate::driver) enum Phase {
     /// No thread works on it until CreateVolume is called again.
     Waiting,
     Running,
@@ -109,7 +108,7 @@ pub(super) enum Phase {
 }
 
 impl TransferTable {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+    pub(in crate::driver) fn new(shared: Arc<Shared>) -> Self {
         TransferTable {
             shared,
             known: Mutex::default(),
@@ -119,7 +118,7 @@ impl TransferTable {
     }
 
     /// Adds the transfers that an earlier driver began. Each waits for its next call.
-    pub(super) fn take_up(&self) {
+    pub(in crate::driver) fn take_up(&self) {
         let records = self.shared.store.transfers().unwrap_or_else(|error| {
             tracing::warn!(error = base::report(&error), "interrupted transfers cannot continue");
             Vec::new()
@@ -130,26 +129,26 @@ impl TransferTable {
         }
     }
 
-    pub(super) fn known(&self) -> MutexGuard<'_, HashMap<VolumeId, Arc<Transfer>>> {
+    pub(in crate::driver) fn known(&self) -> MutexGuard<'_, HashMap<VolumeId, Arc<Transfer>>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn named(&self, name: &str) -> Option<Arc<Transfer>> {
+    pub(in crate::driver) fn named(&self, name: &str) -> Option<Arc<Transfer>> {
         self.known().values().find(|transfer| transfer.record.name == name).cloned()
     }
 
     /// The id of the volume that is being copied under this name.
-    pub(super) fn id_of(&self, name: &str) -> Option<VolumeId> {
+    pub(in crate::driver) fn id_of(&self, name: &str) -> Option<VolumeId> {
         Some(self.named(name)?.record.id.clone())
     }
 
     /// The total capacity of all volumes that are being copied.
-    pub(super) fn reserved(&self) -> u64 {
+    pub(in crate::driver) fn reserved(&self) -> u64 {
         let known = self.known();
         known.values().fold(0, |sum: u64, transfer| sum.saturating_add(transfer.record.capacity))
     }
 
-    pub(super) fn figures(&self) -> TransferFigures {
+    pub(in crate::driver) fn figures(&self) -> TransferFigures {
         let ended = |outcome: Outcome| self.ended[outcome as usize].load(Ordering::Relaxed);
         let mut figures = TransferFigures {
             done: ended(Outcome::Done),
@@ -176,7 +175,7 @@ impl TransferTable {
         figures
     }
 
-    pub(super) fn forget(&self, transfer: &Transfer, outcome: Option<Outcome>) {
+    pub(in crate::driver) fn forget(&self, transfer: &Transfer, outcome: Option<Outcome>) {
         let Some(_) = self.known().remove(&transfer.record.id) else { return };
         self.received.fetch_add(transfer.progress.received.load(Ordering::Relaxed), Ordering::Relaxed);
         if let Some(outcome) = outcome {
@@ -185,14 +184,14 @@ impl TransferTable {
     }
 
     /// Fails if a volume of this name is being transferred.
-    pub(super) fn check(&self, request: &CreateVolume, access: &[AccessKind]) -> Result<()> {
+    pub(in crate::driver) fn check(&self, request: &CreateVolume, access: &[AccessKind]) -> Result<()> {
         let Some(transfer) = self.named(&request.name) else { return Ok(()) };
         self.called_for(&transfer, request, access)?;
         Err(transfer.busy())
     }
 
     /// Notes a call for the transfer. Fails if the call asks for a different volume, or if the transfer has failed.
-    pub(super) fn called_for(
+    pub(in crate::driver) fn called_for(
         &self,
         transfer: &Transfer,
         request: &CreateVolume,
@@ -221,7 +220,7 @@ impl TransferTable {
 
     /// Ends the transfer that makes this volume and removes its files. Returns `false` if there is no transfer, or if it
     /// became a volume meanwhile. `_lock` keeps others from making or using the volume.
-    pub(super) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
+    pub(in crate::driver) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
         let Some(transfer) = self.known().get(id).cloned() else { return Ok(false) };
         transfer.end(true);
         while matches!(transfer.state().phase, Phase::Running) {
@@ -246,7 +245,7 @@ impl TransferTable {
         }
     }
 
-    pub(super) fn discard(&self, transfer: &Transfer) -> Result<()> {
+    pub(in crate::driver) fn discard(&self, transfer: &Transfer) -> Result<()> {
         let draft = self.shared.store.transfer_draft(&transfer.record.id);
         match self.shared.store.end_transfer(&draft) {
             Ok(()) => {
@@ -264,7 +263,7 @@ impl TransferTable {
 }
 
 impl Transfer {
-    pub(super) fn new(record: VolumeRecord) -> Self {
+    pub(in crate::driver) fn new(record: VolumeRecord) -> Self {
         let state = State {
             phase: Phase::Waiting,
             remote: None,
@@ -275,30 +274,30 @@ impl Transfer {
         Transfer { record, progress: Progress::default(), state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(in crate::driver) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn set(&self, phase: Phase) {
+    pub(in crate::driver) fn set(&self, phase: Phase) {
         self.state().phase = phase;
         self.changed.notify_all();
     }
 
     /// Waits until the thread has stopped, at most `patience`.
-    pub(super) fn wait_while_running(&self, patience: Duration) {
+    pub(in crate::driver) fn wait_while_running(&self, patience: Duration) {
         let is_running = |state: &mut State| matches!(state.phase, Phase::Running);
         let waited = self.changed.wait_timeout_while(self.state(), patience, is_running);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits for `patience`, or until there is a new connection to the source or the transfer is to stop.
-    pub(super) fn pause(&self, patience: Duration) {
+    pub(in crate::driver) fn pause(&self, patience: Duration) {
         let is_quiet = |state: &mut State| state.remote.is_none() && state.stop.check().is_ok();
         let waited = self.changed.wait_timeout_while(self.state(), patience, is_quiet);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    pub(super) fn end(&self, is_unwanted: bool) {
+    pub(in crate::driver) fn end(&self, is_unwanted: bool) {
         let mut state = self.state();
         state.is_unwanted |= is_unwanted;
         state.stop.cancel();
@@ -306,7 +305,7 @@ impl Transfer {
         self.changed.notify_all();
     }
 
-    pub(super) fn busy(&self) -> Error {
+    pub(in crate::driver) fn busy(&self) -> Error {
         let Progress { total, done, .. } = &self.progress;
         let (total, done) = (total.load(Ordering::Relaxed), done.load(Ordering::Relaxed));
         let what = match self.state().phase {

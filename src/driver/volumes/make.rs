@@ -3,19 +3,20 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::capability::kinds;
-use super::capacity::{Capacity, Reserved};
-use super::devices::release_devices;
-use super::error::{OTHER_NAME, shown};
-use super::history::Histories;
-use super::locks::{Key, OpGuard};
-use super::quiesce::{Copier, LiveCopy};
-use super::read_errors::ReadErrors;
-use super::request::{CreateVolume, SourceRef, check_name, difference};
-use super::shared::{LockedVolume, Shared};
-use super::superblock::Superblock;
-use super::transfer_table::TransferTable;
-use super::{Capability, Error, Result, VolumeParameters};
+use crate::driver::devices::attached::release_devices;
+use crate::driver::devices::superblock::Superblock;
+use crate::driver::error::{Error, OTHER_NAME, Result, shown};
+use crate::driver::health::read_errors::ReadErrors;
+use crate::driver::locks::{Key, OpGuard};
+use crate::driver::request::capability::{Capability, kinds};
+use crate::driver::request::create::{CreateVolume, SourceRef, check_name, difference};
+use crate::driver::request::page::{Page, PageRequest, page};
+use crate::driver::request::params::VolumeParameters;
+use crate::driver::shared::{LockedVolume, Shared};
+use crate::driver::snapshots::history::hold::Histories;
+use crate::driver::snapshots::quiesce::{Copier, LiveCopy};
+use crate::driver::volumes::capacity::{Capacity, Reserved};
+use crate::driver::volumes::incoming::TransferTable;
 use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, VolumeRecord};
 use base::{BlockSize, SnapshotId, Stop, VolumeId};
@@ -25,18 +26,18 @@ use files::change;
 /// The volumes of this node, as the controller sees them.
 #[derive(Debug)]
 pub struct Volumes {
-    pub(super) shared: Arc<Shared>,
-    pub(super) copier: Arc<Copier>,
-    pub(super) histories: Arc<Histories>,
-    pub(super) capacity: Arc<Capacity>,
-    pub(super) transfers: Arc<TransferTable>,
-    pub(super) read_errors: Arc<ReadErrors>,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) copier: Arc<Copier>,
+    pub(in crate::driver) histories: Arc<Histories>,
+    pub(in crate::driver) capacity: Arc<Capacity>,
+    pub(in crate::driver) transfers: Arc<TransferTable>,
+    pub(in crate::driver) read_errors: Arc<ReadErrors>,
     /// The number of attachments that are being made.
-    pub(super) attaching: Reserved,
+    pub(in crate::driver) attaching: Reserved,
 }
 
 /// An open content source.
-pub(super) struct Content {
+pub(in crate::driver) struct Content {
     source: Source,
     bytes: Bytes,
     /// The file of its bytes.
@@ -50,6 +51,17 @@ impl Volumes {
     /// A volume by the id a client sent, which may be any string.
     pub fn get(&self, id: &str) -> Result<Arc<VolumeRecord>> {
         self.shared.volume(id)
+    }
+
+    /// Lists volumes.
+    pub fn list(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
+        let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
+        self.shared.store.check_alive()?;
+        Ok(self.shared.store.read(|index| {
+            // Ephemeral volumes are known to kubelet only.
+            let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
+            page(listed.cloned(), limit, |record| record.id.to_string())
+        }))
     }
 
     /// Makes a volume, or finds the one that an earlier call of this name made.
@@ -112,7 +124,7 @@ impl Volumes {
     }
 
     /// The volume that an earlier call of this name made.
-    pub(super) fn existing(
+    pub(in crate::driver) fn existing(
         &self,
         request: &CreateVolume,
         access: &[AccessKind],
@@ -130,7 +142,7 @@ impl Volumes {
     }
 
     /// Makes the bytes of a volume and records it. `_name` keeps others from making one of the same name.
-    pub(super) fn fill_and_commit(
+    pub(in crate::driver) fn fill_and_commit(
         &self,
         _name: &OpGuard,
         record: VolumeRecord,
@@ -190,7 +202,7 @@ impl Volumes {
     }
 
     /// Removes a volume that is not in use.
-    pub(super) fn remove_idle(&self, id: &VolumeId, lock: &OpGuard) -> Result<()> {
+    pub(in crate::driver) fn remove_idle(&self, id: &VolumeId, lock: &OpGuard) -> Result<()> {
         release_devices(&self.shared, id, lock)?;
         let _removed = self.shared.store.remove_volume(id)?;
         self.read_errors.forget(id);

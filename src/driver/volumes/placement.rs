@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::request::check_name;
-use super::shared::Shared;
-use super::transfer_table::TransferTable;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::request::create::check_name;
+use crate::driver::shared::Shared;
+use crate::driver::volumes::incoming::TransferTable;
 use crate::sys;
 use base::Key;
 
@@ -46,14 +46,14 @@ pub enum Named {
 /// What a router needs to know to place a volume.
 #[derive(Debug)]
 pub struct Placement {
-    pub(super) shared: Arc<Shared>,
-    pub(super) transfers: Arc<TransferTable>,
-    pub(super) choices: Choices,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) transfers: Arc<TransferTable>,
+    pub(in crate::driver) choices: Choices,
 }
 
 /// The node chosen for each new object.
 #[derive(Debug, Default)]
-pub(super) struct Choices(Mutex<HashMap<(Named, String), (Key, Instant)>>);
+pub(in crate::driver) struct Choices(Mutex<HashMap<(Named, String), (Key, Instant)>>);
 
 impl Choices {
     /// The node chosen for `name`: that of an earlier call, unless it is in `not`, or else `proposed`.

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use roaring::RoaringBitmap;
 
-use super::Error;
+use crate::driver::error::Error;
 use base::{BlockSize, ByteRange, Stop, Stopped};
 use cbt::SegmentIndex;
 

@@ -3,7 +3,7 @@
 //! only those that did, so that a delta only reads the map. Answers to clients are the same before and after: a delta
 //! compares blocks without a hash by their bytes, and blocks that were not compared yet by their hashes.
 
-mod writers;
+pub(in crate::driver) mod writers;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,18 +13,15 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
-pub(super) use writers::Writers;
-
-use super::history::{Histories, header};
-use super::locks::Key;
-use super::queue::{Next, Part, Queue, TURN, Work};
-use super::read_errors::ReadErrors;
-use super::shared::Shared;
-use super::streams::Streams;
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::health::read_errors::ReadErrors;
+use crate::driver::locks::Key;
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::history::hold::{Histories, header};
+use crate::driver::snapshots::queue::{Next, Part, Queue, TURN, Work};
 use crate::store::{Index, SnapshotRecord};
 use crate::sys;
-use base::{Block, DraftFile, ObjectDir};
+use base::{Block, DraftFile, Foreground, ObjectDir};
 use cbt::{
     self, Allocation, DeltaScan, Found, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
     SegmentIndex, ToHash,
@@ -39,12 +36,12 @@ const STEP: u64 = 256 << 20;
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
 #[derive(Debug)]
 pub struct Hashing {
-    pub(super) shared: Arc<Shared>,
-    pub(super) histories: Arc<Histories>,
-    pub(super) queue: Arc<Queue>,
+    pub(in crate::driver) shared: Arc<Shared>,
+    pub(in crate::driver) histories: Arc<Histories>,
+    pub(in crate::driver) queue: Arc<Queue>,
     /// Hashing pauses while these work.
-    pub(super) streams: Arc<Streams>,
-    pub(super) read_errors: Arc<ReadErrors>,
+    pub(in crate::driver) foreground: Arc<Foreground>,
+    pub(in crate::driver) read_errors: Arc<ReadErrors>,
 }
 
 /// The thread that hashes. Ends soon after it is dropped: it hashes a few more megabytes at most.
@@ -356,7 +353,7 @@ impl Hashing {
             data_path: &path,
             size,
             hashes: &hashes,
-            foreground: self.streams.foreground(),
+            foreground: &self.foreground,
             fresh: &fresh,
         };
         let mut parent = self.hashed_parent(&dir);

@@ -8,9 +8,9 @@ use std::path::Path;
 
 use roaring::RoaringBitmap;
 
-use super::super::Result;
-use super::super::locks::{Key, OpGuard};
-use super::{Histories, History, header};
+use crate::driver::error::Result;
+use crate::driver::locks::{Key, OpGuard};
+use crate::driver::snapshots::history::hold::{Histories, History, header};
 use crate::store::SnapshotRecord;
 use base::{DraftFile, ObjectDir, Stop};
 use cbt::{
@@ -22,7 +22,7 @@ use files::durable;
 impl Histories {
     /// Opens maps. If the `allocated` map of the snapshot is damaged as a whole, makes it again from the data, and opens
     /// them once more.
-    pub(in super::super) fn healed<T>(
+    pub(in crate::driver) fn healed<T>(
         &self,
         record: &SnapshotRecord,
         stop: &Stop,
@@ -44,7 +44,7 @@ impl Histories {
     ///
     /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the damaged one.
-    pub(in super::super) fn write_allocated(
+    pub(in crate::driver) fn write_allocated(
         &self,
         record: &SnapshotRecord,
         what: &str,
@@ -88,7 +88,7 @@ impl Histories {
     ///
     /// A wrong map is made again. The `changed` maps of the snapshot and of its child may lack the same blocks, so the blocks
     /// are added there and hashed again, and parent and child are checked next.
-    pub(in super::super) fn check_allocated(&self, record: &SnapshotRecord) -> Result<()> {
+    pub(in crate::driver) fn check_allocated(&self, record: &SnapshotRecord) -> Result<()> {
         let dir = self.shared.store.snapshot_dir(record);
         let path = dir.data();
         if record.birth.is_none() || !path.exists() {
@@ -122,7 +122,7 @@ impl Histories {
 
     /// Frees the bytes of a deleted snapshot, since deltas only need its maps and hashes. Damaged maps and hashes are made
     /// again first, because later there is no data to make them from.
-    pub(in super::super) fn free_when_sound(&self, record: &SnapshotRecord) -> Result<()> {
+    pub(in crate::driver) fn free_when_sound(&self, record: &SnapshotRecord) -> Result<()> {
         if !self.frees_bytes_of(record) {
             return Ok(());
         }

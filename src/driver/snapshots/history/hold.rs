@@ -1,56 +1,40 @@
-//! The history of a volume: its snapshots in the order they were taken, deleted ones that are retained among them, and
-//! the maps that link each to its parent. Code that adds to it, deletes from it or changes a link does so through a
-//! [`History`], which holds the lock; readers need none, since files are replaced by rename and the index changes
-//! after them.
-//!
-//! - `parent.rs`: the snapshot that a new one builds on. `driver/fill.rs` writes the link to it into the draft; the commit
-//!   makes it count.
-//! - `links.rs`: the way from one snapshot to a later one, and how links are merged when a snapshot between is removed.
-//! - `retention.rs`: which deleted snapshots stay, and whose bytes are freed.
-//! - `healing.rs`: maps and hashes that are damaged or wrong are made again from the data.
-
-mod healing;
-mod links;
-mod parent;
-mod retention;
+//! The history of a volume, locked.
 
 use std::path::Path;
 use std::sync::Arc;
 
-use super::Result;
-use super::locks::{Key, OpGuard};
-use super::queue::Queue;
-use super::shared::Shared;
-use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
+use crate::driver::error::Result;
+use crate::driver::locks::{Key, OpGuard};
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::queue::Queue;
+use crate::store::{self, Draft, GroupDraft, GroupRecord, SnapshotRecord};
 use base::{DraftFile, VolumeId};
 use cbt::{FreshTable, MapHeader};
 use files::durable;
-pub(super) use parent::Parent;
-pub use retention::Retention;
 
 /// The snapshots of all volumes, and how they are linked.
 #[derive(Debug)]
-pub(super) struct Histories {
-    pub(super) shared: Arc<Shared>,
+pub(in crate::driver) struct Histories {
+    pub(in crate::driver) shared: Arc<Shared>,
     /// Snapshots that wait to be hashed.
-    pub(super) queue: Arc<Queue>,
+    pub(in crate::driver) queue: Arc<Queue>,
     /// What is hashed of them, and not recorded yet.
-    pub(super) fresh: FreshTable,
+    pub(in crate::driver) fresh: FreshTable,
 }
 
 /// The histories of one or more volumes, locked: no other thread changes them.
-pub(super) struct History<'h> {
-    histories: &'h Histories,
+pub(in crate::driver) struct History<'h> {
+    pub(super) histories: &'h Histories,
     /// Declared, and so dropped, before `to_remove`: freeing bytes may take long, and needs no lock.
     _held: Vec<OpGuard>,
     /// Removed objects whose files still exist.
-    to_remove: Vec<Draft>,
+    pub(super) to_remove: Vec<Draft>,
 }
 
 impl Histories {
     /// Locks the histories of these volumes, and waits until they are free. Several are locked in the order of their ids, so
     /// two callers cannot block each other.
-    pub(super) fn hold<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
+    pub(in crate::driver) fn hold<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
         let mut volumes: Vec<_> = volumes.into_iter().collect();
         volumes.sort_unstable();
         volumes.dedup();
@@ -59,7 +43,7 @@ impl Histories {
     }
 
     /// Nothing is hashed of a snapshot any more: it is removed.
-    fn forget(&self, record: &SnapshotRecord) {
+    pub(super) fn forget(&self, record: &SnapshotRecord) {
         self.queue.forget(record);
         self.fresh.forget(&record.id);
     }
@@ -67,7 +51,7 @@ impl Histories {
 
 impl History<'_> {
     /// Commits a snapshot, and queues it to be hashed.
-    pub(super) fn add(
+    pub(in crate::driver) fn add(
         &mut self,
         draft: Draft,
         record: SnapshotRecord,
@@ -81,7 +65,7 @@ impl History<'_> {
     }
 
     /// Commits a group snapshot with its members. Each member comes with the number of its bytes to hash.
-    pub(super) fn add_group(
+    pub(in crate::driver) fn add_group(
         &mut self,
         draft: GroupDraft,
         record: GroupRecord,
@@ -98,10 +82,9 @@ impl History<'_> {
     }
 
     /// Deletes a snapshot. It is retained if it may still be the base of a delta, and removed otherwise.
-    pub(super) fn delete(&mut self, record: &SnapshotRecord) -> Result<()> {
+    pub(in crate::driver) fn delete(&mut self, record: &SnapshotRecord) -> Result<()> {
         let histories = self.histories;
-        if !(histories.is_worth_keeping(record)
-            && retention::was_kept(histories.shared.store.retain_snapshot(record))?)
+        if !(histories.is_worth_keeping(record) && was_kept(histories.shared.store.retain_snapshot(record))?)
         {
             self.hand_on(record);
             self.to_remove.push(histories.shared.store.remove_snapshot(&record.id)?);
@@ -112,14 +95,14 @@ impl History<'_> {
     }
 
     /// Deletes a group snapshot in the same way, with all its members at once.
-    pub(super) fn delete_group(
+    pub(in crate::driver) fn delete_group(
         &mut self,
         group: &GroupRecord,
         members: &[Arc<SnapshotRecord>],
     ) -> Result<()> {
         let histories = self.histories;
         let is_wanted = members.iter().any(|member| histories.is_worth_keeping(member));
-        if !(is_wanted && retention::was_kept(histories.shared.store.retain_group(&group.id))?) {
+        if !(is_wanted && was_kept(histories.shared.store.retain_group(&group.id))?) {
             for member in members {
                 self.hand_on(member);
             }
@@ -134,7 +117,7 @@ impl History<'_> {
 
     /// Replaces the `pending` map of a snapshot by the one that `write` writes, after `done` bytes were hashed. Returns
     /// whether the snapshot still exists.
-    pub(super) fn replace_pending(
+    pub(in crate::driver) fn replace_pending(
         &mut self,
         record: &SnapshotRecord,
         done: u64,
@@ -153,7 +136,7 @@ impl History<'_> {
     }
 
     /// Removes unfinished maps of a snapshot that an earlier driver left. Otherwise they might stay for ever.
-    pub(super) fn remove_drafts(&mut self, record: &SnapshotRecord) {
+    pub(in crate::driver) fn remove_drafts(&mut self, record: &SnapshotRecord) {
         for draft in self.histories.shared.store.snapshot_dir(record).map_drafts() {
             if let Err(error) = durable::remove(&draft) {
                 tracing::warn!(path = %draft.display(), error = base::report(&error), "a draft could not be removed");
@@ -163,10 +146,20 @@ impl History<'_> {
 }
 
 /// The header of a snapshot's maps, except `changed`.
-pub(super) fn header(record: &SnapshotRecord) -> MapHeader {
+pub(in crate::driver) fn header(record: &SnapshotRecord) -> MapHeader {
     MapHeader {
         block_size: record.block_size,
         blocks: record.block_size.blocks_in(record.capacity),
         relative_to: None,
+    }
+}
+
+/// Whether a deleted snapshot could be retained. A full pool has no space for the file that marks it as deleted. Then it
+/// is removed: deletions must succeed, since they are what frees space.
+fn was_kept(outcome: Result<(), store::Error>) -> Result<bool> {
+    match outcome {
+        Ok(()) => Ok(true),
+        Err(store::Error::Sys(error)) if error.is_no_space() => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }

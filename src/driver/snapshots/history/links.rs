@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use super::super::{Error, Result};
-use super::{Histories, History};
+use crate::driver::error::{Error, Result};
+use crate::driver::snapshots::history::hold::{Histories, History};
 use crate::store::SnapshotRecord;
 use base::{DraftFile, Stop};
 use cbt::{self, MapFile, MapHeader, Relation, Side};
@@ -15,7 +15,7 @@ const MAX_LINKS: usize = 64;
 
 impl Histories {
     /// Opens the maps, hashes and data of a snapshot for a comparison.
-    pub(in super::super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
+    pub(in crate::driver) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
         let dir = self.shared.store.snapshot_dir(record);
         let fresh = self.fresh.of(&record.id);
         let side = self.healed(record, stop, || Side::open(&dir, fresh.clone()));
@@ -34,7 +34,7 @@ impl Histories {
     }
 
     /// The `changed` maps on the way from `target` back to `base`; `None` if a link is missing.
-    pub(in super::super) fn way(
+    pub(in crate::driver) fn way(
         &self,
         base: &SnapshotRecord,
         target: &SnapshotRecord,
@@ -65,7 +65,7 @@ impl Histories {
 impl History<'_> {
     /// Replaces the `changed` map of a snapshot by `fresh`, which lists only the blocks that a comparison found to differ.
     /// If the map is relative to another snapshot by now, or was compared already, `fresh` is removed instead.
-    pub(in super::super) fn keep_compared(
+    pub(in crate::driver) fn keep_compared(
         &self,
         record: &SnapshotRecord,
         relation: &Relation,

@@ -1,7 +1,7 @@
 //! The snapshot that a new one builds on.
 
-use super::super::Result;
-use super::Histories;
+use crate::driver::error::Result;
+use crate::driver::snapshots::history::hold::Histories;
 use crate::pool::{self, Bytes};
 use crate::store::{SnapshotRecord, Source, VolumeRecord};
 use base::SnapshotId;
@@ -10,7 +10,7 @@ use cbt::{HashFile, MapFile};
 /// An earlier snapshot with mostly the same content as a new one. Blocks that both share are not hashed again.
 ///
 /// All its files are open, since it may be deleted while the new one is made.
-pub(in super::super) struct Parent {
+pub(in crate::driver) struct Parent {
     pub id: SnapshotId,
     /// The moment since which writes count as changes of the new snapshot (see [`crate::pool::Pool`]).
     pub since: Option<u64>,
@@ -26,7 +26,7 @@ pub(in super::super) struct Parent {
 impl Histories {
     /// The snapshot to build on: the newest of the volume, or else the one that the volume was restored from. It may be a
     /// deleted one. `None` if there is none, or if its maps are damaged: then every block is hashed.
-    pub(in super::super) fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
+    pub(in crate::driver) fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
         let (found, linked) = self.shared.store.read(|index| match index.line(&volume.id).next_back() {
             Some(newest) => (Some(newest.clone()), true),
             None => match &volume.source {

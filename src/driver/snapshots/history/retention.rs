@@ -5,51 +5,15 @@
 //! once they are hashed. On a pool that compares bytes, the bytes of a volume's newest snapshot also stay until the next
 //! one is taken.
 
-use std::time::Duration;
-
-use super::super::Result;
-use super::{Histories, History};
-use crate::store::{self, Retained, SnapshotRecord};
-use base::{VolumeId, age};
+use crate::driver::error::Result;
+use crate::driver::snapshots::history::hold::{Histories, History};
+use crate::store::{Retained, SnapshotRecord};
+use base::VolumeId;
 use cbt::MapFile;
-
-/// `--retain-deleted COUNT[:AGE]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Retention {
-    /// The number of deleted snapshots kept for each volume; 0 for none.
-    pub count: usize,
-    /// How long they are kept.
-    pub age: Duration,
-}
-
-impl std::str::FromStr for Retention {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let want = "a count, or a count and an age such as 8:30d (units s, m, h, d)";
-        let (count, age) = match text.split_once(':') {
-            Some((count, text)) => (count, age::parse(text).ok_or(want)?),
-            None => (text, Retention::default().age),
-        };
-        Ok(Retention { count: count.parse().map_err(|_| want)?, age })
-    }
-}
-
-impl Default for Retention {
-    fn default() -> Self {
-        Retention { count: 8, age: Duration::from_secs(30 * 24 * 3600) }
-    }
-}
-
-impl std::fmt::Display for Retention {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}:{}", self.count, age::format(self.age))
-    }
-}
 
 impl Histories {
     /// Whether a snapshot that is about to be deleted may still be needed as the base of a delta.
-    pub(in super::super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
+    pub(in crate::driver) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
         self.shared.config.retain.count > 0
             && record.tracking
             && self.may_be_a_base(record)
@@ -71,7 +35,7 @@ impl Histories {
     }
 
     /// Whether the bytes of a snapshot exist, and are no longer needed once they are hashed.
-    pub(in super::super) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
+    pub(in crate::driver) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
         let (is_retained, newest) = self.shared.store.read(|index| {
             let newest = index.line(&record.volume).next_back().map(|newest| newest.id.clone());
             (index.retained(&record.id).is_some(), newest)
@@ -81,27 +45,17 @@ impl Histories {
     }
 
     /// The number of bytes of a snapshot that are still to be hashed; its capacity if the map cannot be read.
-    pub(in super::super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
+    pub(in crate::driver) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
         let path = self.shared.store.snapshot_dir(record).pending();
         let count = MapFile::open(&path).and_then(|map| map.count());
         count.map_or(record.capacity, |count| count * record.block_size.bytes())
     }
 }
 
-/// Whether a deleted snapshot could be retained. A full pool has no space for the file that marks it as deleted. Then it
-/// is removed: deletions must succeed, since they are what frees space.
-pub(super) fn was_kept(outcome: Result<(), store::Error>) -> Result<bool> {
-    match outcome {
-        Ok(()) => Ok(true),
-        Err(store::Error::Sys(error)) if error.is_no_space() => Ok(false),
-        Err(error) => Err(error.into()),
-    }
-}
-
 impl History<'_> {
     /// Forgets the retained snapshots of a volume that exceed `--retain-deleted`, and queues those whose bytes are no longer
     /// needed: the hashing thread frees the bytes once they are hashed.
-    pub(in super::super) fn apply_retention(&mut self, volume: &VolumeId) {
+    pub(in crate::driver) fn apply_retention(&mut self, volume: &VolumeId) {
         let histories = self.histories;
         let (retained, newest) = histories.shared.store.read(|index| {
             let line = || index.line(volume);
@@ -140,24 +94,5 @@ impl History<'_> {
         self.to_remove.push(self.histories.shared.store.remove_retained(record)?);
         self.histories.forget(record);
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_retention_is_a_count_and_an_age() {
-        let day = Duration::from_secs(24 * 3600);
-        for (text, count, age) in
-            [("0", 0, 30 * day), ("8:30d", 8, 30 * day), ("3:90s", 3, Duration::from_secs(90))]
-        {
-            assert_eq!(text.parse(), Ok(Retention { count, age }), "{text}");
-        }
-        for bad in ["", ":", "8:", "x", "-1", "8:30", "8:d", "8:30y", "8:30d:1"] {
-            assert!(bad.parse::<Retention>().is_err(), "{bad}");
-        }
-        assert_eq!(Retention::default().to_string(), "8:30d");
     }
 }

@@ -1,4 +1,4 @@
-use super::*;
+use crate::driver::snapshots::queue::*;
 
 fn id() -> SnapshotId {
     SnapshotId::random(base::Key::random().expect("key")).expect("id")
