@@ -242,8 +242,7 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         rig.client.delete_snapshot(snapshot).await.expect("DeleteSnapshot");
         delete.push((started.elapsed(), bare));
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     Figures { first, next, delete, restore, clone, delta, pending, allocated }
 }
 

@@ -103,8 +103,7 @@ pub async fn run(table: &mut Table) {
                 });
             }
         }
-        rig.detach(&volume).await;
-        rig.finish();
+        rig.detach_and_finish(&volume).await;
     }
 }
 

@@ -64,8 +64,7 @@ pub async fn run(table: &mut Table) {
             must: "1.2 x; 128 MiB",
             holds: share <= 1.2 && memory <= 128,
         });
-        rig.detach(&volume).await;
-        rig.finish();
+        rig.detach_and_finish(&volume).await;
     }
 }
 

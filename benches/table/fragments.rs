@@ -95,8 +95,7 @@ pub async fn run(table: &mut Table) {
     });
     drop(copies);
     rig.detach(&ours).await;
-    rig.detach(&bare).await;
-    rig.finish();
+    rig.detach_and_finish(&bare).await;
 }
 
 fn fill(device: &Path, random: &mut Rng) {

@@ -322,8 +322,7 @@ async fn long_chain(table: &mut Table, pool: PoolKind) {
         compare(table, id, what(call), [many, few], &of, limit);
     }
     Running::compare(table, id, what("start to first Probe"), &long.running, &short.running, &of);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// 64 TiB with 64 Mi allocated blocks would be 256 GiB of data, so the maps of two snapshots of an empty volume are written
@@ -364,8 +363,7 @@ async fn huge_volume(table: &mut Table, pool: PoolKind) {
         }
         let memory = host::status_kib(rig.pid(), "VmHWM:") >> 10;
         streams.push((lists, deltas, memory));
-        rig.detach(&volume).await;
-        rig.finish();
+        rig.detach_and_finish(&volume).await;
     }
     let [small, huge] = &streams[..] else { unreachable!("two sizes") };
     let grows =

@@ -135,8 +135,7 @@ pub async fn plain_copies(table: &mut Table) {
         must: "70 %",
         holds: ours / bare >= 0.7,
     });
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Of what is not in the page cache, as volumes that are written past it.

@@ -6,14 +6,9 @@ use std::time::Duration;
 
 use base::BlockRange;
 use csi_client::Client;
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
-use proto::{
-    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
-    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
-};
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::codegen::tokio_stream;
-use tonic::{Request, Response, Status};
+use futures_util::{StreamExt, stream};
+use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
+use testkit::plugin::{self, Asked, Metadata};
 
 use crate::host;
 use crate::{Row, Table, spread};
@@ -62,8 +57,7 @@ pub async fn run(table: &mut Table) {
         must: "80 %; 64 MiB",
         holds: ours / theirs >= 0.8 && grown <= 64,
     });
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Tuples a second.
@@ -73,48 +67,20 @@ async fn consume(client: &mut Client, snapshot: &str) -> f64 {
     TUPLES as f64 / read.whole.as_secs_f64()
 }
 
-/// The bare server, in a process of its own as the driver is.
+/// The bare server, in a process of its own as the driver is. It makes messages from nothing but a counter.
 pub fn serve_bare(socket: &Path) {
+    let message = |first: u64| {
+        let tuple = |block: u64| BlockMetadata { byte_offset: (block * 8192) as i64, size_bytes: 4096 };
+        Ok(GetMetadataAllocatedResponse {
+            block_metadata_type: BlockMetadataType::FixedLength.into(),
+            volume_capacity_bytes: (TUPLES * 8192) as i64,
+            block_metadata: (first..first + A_MESSAGE).map(tuple).collect(),
+        })
+    };
+    let answer = move |_: Asked| {
+        let messages = stream::iter((0..TUPLES).step_by(A_MESSAGE as usize).map(message));
+        std::future::ready(Ok(messages.boxed()))
+    };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
-    runtime.block_on(async {
-        let listener = tokio::net::UnixListener::bind(socket).expect("bind");
-        let service = SnapshotMetadataServer::new(Trivial);
-        let server = tonic::transport::Server::builder().add_service(service);
-        server.serve_with_incoming(UnixListenerStream::new(listener)).await.expect("serve");
-    });
-}
-
-/// Makes messages from nothing but a counter.
-struct Trivial;
-
-type Messages<T> = tokio_stream::Iter<Box<dyn Iterator<Item = Result<T, Status>> + Send>>;
-
-#[tonic::async_trait]
-impl SnapshotMetadata for Trivial {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        _: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let message = |first: u64| {
-            let tuple = |block: u64| BlockMetadata { byte_offset: (block * 8192) as i64, size_bytes: 4096 };
-            Ok(GetMetadataAllocatedResponse {
-                block_metadata_type: BlockMetadataType::FixedLength.into(),
-                volume_capacity_bytes: (TUPLES * 8192) as i64,
-                block_metadata: (first..first + A_MESSAGE).map(tuple).collect(),
-            })
-        };
-        let all: Box<dyn Iterator<Item = _> + Send> =
-            Box::new((0..TUPLES).step_by(A_MESSAGE as usize).map(message));
-        Ok(Response::new(tokio_stream::iter(all)))
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        _: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        Err(Status::unimplemented("the bench asks for no delta"))
-    }
+    runtime.block_on(plugin::serve("bare", socket, Some(Metadata(answer))));
 }

@@ -87,8 +87,7 @@ async fn of_pool(table: &mut Table, pool: PoolKind) {
         });
         modify(&mut rig, &id, case.name, case.default).await;
     }
-    rig.detach(&id).await;
-    rig.finish();
+    rig.detach_and_finish(&id).await;
 }
 
 async fn modify(rig: &mut Rig, id: &str, name: &str, value: &str) {

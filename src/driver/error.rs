@@ -8,6 +8,9 @@ use crate::sys::{loopdev, program};
 use crate::{pool, store};
 use base::Stopped;
 
+/// A result with the [`Error`] of this layer.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
 /// An error of the driver.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Error, Result};
+use crate::driver::error::{Error, Result};
 use base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
 
 /// How often a waiting caller's stop is checked.
@@ -33,7 +33,7 @@ pub(super) enum Key {
     Group(GroupId),
     /// A path on the node: between the check that it is free and the mount, nothing else is mounted there.
     Place(PathBuf),
-    /// The history of a volume (`history/mod.rs`): held for a short time, and callers wait for it.
+    /// The history of a volume (`snapshots/history/hold.rs`): held for a short time, and callers wait for it.
     History(VolumeId),
     /// The opening of a source, for a transfer to another node.
     Transfer(String),

@@ -7,8 +7,9 @@ use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::locks::{Key, OpGuard, OpLocks};
-use super::{Config, Error, Result};
+use crate::driver::config::Config;
+use crate::driver::error::{Error, Result};
+use crate::driver::locks::{Key, OpGuard, OpLocks};
 use crate::pool::{OpenPool, Pool};
 use crate::store::{Attached, LockedDir, SnapshotRecord, Store, VolumeRecord};
 use base::VolumeId;

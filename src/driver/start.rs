@@ -4,21 +4,29 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use super::capacity::{Capacity, Reserved};
-use super::fill::Filler;
-use super::hashing::Writers;
-use super::history::Histories;
-use super::locks::OpLocks;
-use super::placement::Choices;
-use super::queue::Queue;
-use super::quiesce::Copier;
-use super::shared::Shared;
-use super::transfer::Throttle;
-use super::transfer_table::TransferTable;
-use super::{
-    Config, Driver, Error, Hashing, Health, Metadata, Node, Placement, Result, Snapshots, Sources, Streams,
-    Transfers, Volumes,
-};
+use crate::driver::config::Config;
+use crate::driver::error::{Error, Result};
+use crate::driver::health::volume::Health;
+use crate::driver::locks::OpLocks;
+use crate::driver::metadata::read::Metadata;
+use crate::driver::metadata::streams::Streams;
+use crate::driver::node::used::Node;
+use crate::driver::parts::Driver;
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::fill::Filler;
+use crate::driver::snapshots::hashing::Hashing;
+use crate::driver::snapshots::hashing::writers::Writers;
+use crate::driver::snapshots::history::hold::Histories;
+use crate::driver::snapshots::queue::Queue;
+use crate::driver::snapshots::quiesce::Copier;
+use crate::driver::snapshots::take::Snapshots;
+use crate::driver::transfer::begin::Transfers;
+use crate::driver::transfer::send::Sources;
+use crate::driver::transfer::throttle::Throttle;
+use crate::driver::volumes::capacity::{Capacity, Reserved};
+use crate::driver::volumes::incoming::TransferTable;
+use crate::driver::volumes::make::Volumes;
+use crate::driver::volumes::placement::{Choices, Placement};
 use crate::pool::{Known, OpenPool, PoolRequest};
 use crate::store::{LockedDir, Manifest, Store};
 use base::DataDir;
@@ -37,13 +45,13 @@ impl Driver {
     /// 5. Empty `staging/`, except for transfers, and read all records (`store/mod.rs`). Unreadable records are reported and
     ///    withheld. If the pool's filesystem is dead, no records are read, and pods can still be ended.
     /// 6. Take the room that deletions need on a full pool (`sys/reserve.rs`). Without it nothing new is made.
-    /// 7. Thaw what the driver before left frozen (`quiesce.rs`), since programs may be waiting for it.
-    /// 8. Undo settings on volumes that an interrupted copy left (`quiesce.rs`).
-    /// 9. Take note of unfinished transfers: each continues with its next CreateVolume (`transfer_table.rs`).
+    /// 7. Thaw what the driver before left frozen (`snapshots/quiesce.rs`), since programs may be waiting for it.
+    /// 8. Undo settings on volumes that an interrupted copy left (`snapshots/quiesce.rs`).
+    /// 9. Take note of unfinished transfers: each continues with its next CreateVolume (`volumes/incoming.rs`).
     /// 10. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never call for them.
     ///
     /// Afterwards the hashing thread hashes what is pending and applies the retention (`Hashing::run`), and calls are served.
-    /// What an interrupted expansion left is undone when the volume is used next (`expand.rs`, `truncate_to_record`).
+    /// What an interrupted expansion left is undone when the volume is used next (`volumes/expand.rs`, `truncate_to_record`).
     /// Devices and mounts are looked up by each call.
     pub fn open(mut config: Config) -> Result<Self> {
         let locked = LockedDir::lock(DataDir::new(&config.data_dir), LOCK_PATIENCE)?;
@@ -113,7 +121,7 @@ impl Driver {
         let read_errors = || copier.read_errors.clone();
         let queue = Arc::<Queue>::default();
         let writers = Writers::new(copier.shared.store.dir().volumes());
-        let streams = Arc::new(Streams::new(base::Foreground::watching(writers)));
+        let foreground = Arc::new(base::Foreground::watching(writers));
         let histories =
             Arc::new(Histories { shared: shared(), queue: queue.clone(), fresh: FreshTable::default() });
         let reserved = Reserved::default();
@@ -135,7 +143,7 @@ impl Driver {
             metadata: Metadata {
                 shared: shared(),
                 histories: histories.clone(),
-                streams: streams.clone(),
+                streams: Arc::new(Streams::new(foreground.clone())),
                 hinted: AtomicBool::new(false),
             },
             node: Node {
@@ -149,7 +157,7 @@ impl Driver {
                 shared: shared(),
                 histories,
                 queue,
-                streams,
+                foreground,
                 read_errors: read_errors(),
             }),
             placement: Placement { shared: shared(), transfers: table.clone(), choices: Choices::default() },

@@ -58,11 +58,9 @@ async fn unstage(rig: &Rig, volume: &str, path: &Path) {
     rig.client.node.clone().node_unstage_volume(request).await.expect("unstage");
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(every_pool)]
 async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    pool: PoolKind,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
@@ -118,8 +116,7 @@ async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
 
 /// The type of the filesystem that is there must be the one asked for; only an empty volume is formatted, and if it is large
 /// enough for that.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_for() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -155,8 +152,7 @@ async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_fo
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_volume_is_not_staged_both_ways_at_once() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let volume = rig.client.create_volume(new_volume("one", 16 * MIB, block_capability())).await;

@@ -1,14 +1,14 @@
 //! `cbt-lab bench`: measures our driver on every pool, gives no figure of an answer that is wrong, and leaves nothing behind.
 
 use std::path::{Path, PathBuf};
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
-use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
 use tokio::process::Command;
 
+use crate::conformance::{assert_empty, said};
 use testkit::lab::Lab;
 use testkit::places::Disk;
 use testkit::{PoolKind, Rig, leftovers};
@@ -35,10 +35,6 @@ fn bench(socket: &Path, arguments: &[&str]) -> Command {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     command
-}
-
-fn said(output: &Output) -> String {
-    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 async fn run(socket: &Path, arguments: &[&str]) -> (Option<i32>, Value) {
@@ -72,27 +68,13 @@ async fn faulty(rig: &Rig, faults: &str) -> (Lab, PathBuf) {
     (Lab::before(&rig.socket(), &socket, faults).await, socket)
 }
 
-/// Nothing of the bench's is left in the driver.
-async fn assert_empty(rig: &mut Rig) {
-    let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
-    let left = volumes.expect("ListVolumes").into_inner().entries;
-    assert!(left.is_empty(), "volumes are left: {left:?}");
-    let snapshots = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-    let left = snapshots.expect("ListSnapshots").into_inner().entries;
-    assert!(left.is_empty(), "snapshots are left: {left:?}");
-}
-
 fn is_of_writes(id: &str) -> bool {
     ["write-during", "write-after", "pause-during", "pause-after"].contains(&id)
 }
 
 /// Every figure has a number, a bare one beside it where one is known, and each run is in it.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn ours_is_measured_on_every_pool(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn ours_is_measured_on_every_pool(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let dir = rig.dir.path().join("bare");
     std::fs::create_dir(&dir).expect("mkdir");
@@ -188,7 +170,7 @@ async fn ours_is_measured_on_every_pool(
 const SEVERAL_MESSAGES: [&str; 4] = ["--data", "32Mi", "--snapshot-parameter", "blockMetadataType=fixed"];
 
 /// What a driver loses, or says wrong: no number for that answer, in any form, and for others still.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case("lose-tuple:call=GetMetadataDelta", "delta-", &[])]
 #[case("lose-last:call=GetMetadataAllocated", "allocated", &[])]
 #[case("overlap:call=GetMetadataAllocated", "allocated", &[])]
@@ -198,8 +180,6 @@ const SEVERAL_MESSAGES: [&str; 4] = ["--data", "32Mi", "--snapshot-parameter", "
 #[case("capacity-wrong:call=GetMetadataDelta", "delta-", &[])]
 #[case("capacity-changes:call=GetMetadataAllocated", "allocated", &SEVERAL_MESSAGES)]
 #[case("capacity-changes:call=GetMetadataDelta,after=0", "delta-", &[])]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_answer_has_no_figure(#[case] fault: &str, #[case] wrong: &str, #[case] more: &[&str]) {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (_serving, socket) = faulty(&rig, fault).await;
@@ -229,8 +209,7 @@ async fn a_wrong_answer_has_no_figure(#[case] fault: &str, #[case] wrong: &str, 
 }
 
 /// What a driver does not claim, or has no space for, is left out with the reason, and is no failure.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_a_driver_cannot_is_left_out() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "info").await;
     let (_serving, socket) = faulty(&rig, "no-service").await;
@@ -251,8 +230,7 @@ async fn what_a_driver_cannot_is_left_out() {
 }
 
 /// Incident: with `--bare-dir` on ext4 a volume of 16 TiB was not measured at all, since ext4 has no file of that size.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_volume_larger_than_a_bare_file_can_be_is_measured_alone() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "16Ti"], "info").await;
     let disk = Disk::ext4(64 << 20);
@@ -272,8 +250,7 @@ async fn a_volume_larger_than_a_bare_file_can_be_is_measured_alone() {
 }
 
 /// A call that fails ends that life, is reported, and leaves nothing.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_call_that_fails_is_told() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (_serving, socket) = faulty(&rig, "refuse:call=CreateSnapshot,code=INTERNAL").await;
@@ -291,8 +268,7 @@ async fn a_call_that_fails_is_told() {
 }
 
 /// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is printed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_signal_at_any_time_leaves_nothing() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let work = rig.dir.path().join("work");

@@ -105,8 +105,7 @@ async fn clear(rig: &mut Rig, names: &Arc<Names>) {
 
 /// 32 clients make random calls for a while. The driver does not panic, returns only codes that the spec lists for the
 /// call, and leaks nothing.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn many_clients_doing_anything_leave_a_driver_that_is_well() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "error").await;
     let known = Arc::new(Mutex::new(Arc::new(Names::below(rig.kubelet(), NAMES))));

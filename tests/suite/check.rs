@@ -273,18 +273,13 @@ async fn everything_is_reported(pool: PoolKind) {
     scene.rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_is_reported_and_only_leftovers_go(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn what_is_wrong_is_reported_and_only_leftovers_go(pool: PoolKind) {
     everything_is_reported(pool).await;
 }
 
 /// A mount that no record explains is removed before its device.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_unexplained_mount_is_unmounted() {
     let mut scene = Scene::set(PoolKind::Dir).await;
     scene.rig.kill();
@@ -321,9 +316,7 @@ async fn an_unexplained_mount_is_unmounted() {
 }
 
 /// Kubelet mounts a part of a volume for a pod with a `subPath`. The finding is a note, not a fault.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fstype: &str) {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let capability = || mount_capability(fstype);
@@ -345,17 +338,12 @@ async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fsty
         "{fstype}"
     );
     deltapath::sys::mount::unmount_top(&place).expect("unmount");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Without a driver the pool is mounted for the check, and unmounted afterwards.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn the_pool_is_left_as_it_was_found(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn the_pool_is_left_as_it_was_found(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, _) = rig.block_volume("volume", 16 * MIB).await;
     rig.snapshot("snapshot", &volume).await;
@@ -369,8 +357,7 @@ async fn the_pool_is_left_as_it_was_found(
 }
 
 /// If the data of a volume in use was removed by hand, its last copy is in the device, so the device is not freed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_device_that_holds_the_last_copy_stays() {
     let mut scene = Scene::set(PoolKind::Dir).await;
     scene.rig.kill();

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use csi_client::{BlockList, Client};
-use testkit::content::{Content, blocks_of};
+use testkit::content::blocks_of;
 use testkit::lab::Lab;
 use testkit::{MIB, PoolKind, Rig};
 use tonic::Code;
@@ -21,8 +21,7 @@ fn arguments(name: &str) -> Vec<String> {
     strings(&container["args"]).into_iter().map(str::to_owned).collect()
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     let (faults, driver) = (arguments("faults"), arguments("deltapath"));
     let mut rig = Rig::start(PoolKind::Xfs).await;
@@ -42,9 +41,7 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     let directly = rig.client.clone();
     rig.client = Client::connect(&front, Duration::from_secs(10)).await.expect("connect");
 
-    let (volume, device) = rig.block_volume("disk", 64 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 300, 1);
+    let (volume, device, mut content) = rig.written_volume("disk", 64 * MIB, (0, 300, 1)).await;
     let first = rig.snapshot("first", &volume).await;
     let before = content.clone();
     content.write(&device, 100, 5, 2);

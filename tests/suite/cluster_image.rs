@@ -199,12 +199,8 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
     }
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn the_demos_steps_pass_against_the_container_from_outside(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn the_demos_steps_pass_against_the_container_from_outside(pool: PoolKind) {
     let rootfs = rootfs();
     let swept = Swept::new();
     let dir = swept.0.path();
@@ -217,12 +213,8 @@ async fn the_demos_steps_pass_against_the_container_from_outside(
 
 /// The container dies with a volume in use. The pod that uses the volume continues, and the next container finds
 /// everything.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_volume_in_use_outlives_its_container(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_volume_in_use_outlives_its_container(pool: PoolKind) {
     let rootfs = rootfs();
     let swept = Swept::new();
     let dir = swept.0.path();

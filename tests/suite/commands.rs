@@ -193,8 +193,7 @@ enum For {
 }
 
 /// Seen in these programs: `| head` ended them with a panic, and a backup that was stored was reported as failed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn output_that_nobody_takes_ends_no_work() {
     use For::{Doing, Printing};
     let mut rig = Rig::start(PoolKind::Dir).await;
@@ -257,8 +256,7 @@ async fn output_that_nobody_takes_ends_no_work() {
     assert_eq!(std::fs::read_to_string(dir.join("forgotten")).expect("read"), "0123abcd\n");
     assert_eq!(testkit::leftovers(&dir.join("dir")), [""; 0]);
     assert_eq!(testkit::names(&dir.join("dir")), [""; 0]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Waits until the process catches SIGTERM.
@@ -278,8 +276,7 @@ fn until_caught(child: &mut Running, line: &str) {
 }
 
 /// A hang-up is a SIGTERM to every server, unless it was started to survive one.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn every_server_ends_in_order_by_each_signal() {
     let dir = testkit::temp_dir();
     let dir = dir.path();

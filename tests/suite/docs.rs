@@ -130,9 +130,7 @@ fn every_parameter_in_the_reference_is_accepted() {
 }
 
 /// The example of docs/algorithm.md on a real driver, and the bytes of its files as docs/format.md describes them.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn the_worked_example_and_the_format_are_as_the_pages_say(
     #[values(PoolKind::Btrfs, PoolKind::Xfs)] pool: PoolKind,
 ) {
@@ -204,13 +202,11 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     });
     let (_, content) = slots.max_by_key(|(number, _)| *number).expect("a slot");
     assert!(content["published"].as_array().is_some_and(|places| places.len() == 1), "{content}");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The certificates that docs/router.md makes are those by which a router and a driver know each other.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_certificates_of_the_router_page_are_believed() {
     use testkit::running::Running;
     let mut rig = Rig::start(PoolKind::Dir).await;

@@ -97,12 +97,10 @@ fn fsck(fs_type: &str, device: &Path) {
 }
 
 /// Writers on a filesystem while snapshots of it are taken. Each filesystem has every third of the rounds.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::ext4(0, "ext4")]
 #[case::xfs(1, "xfs")]
 #[case::btrfs(2, "btrfs")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_holds_every_acknowledged_write(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
     #[case] first: usize,
@@ -153,9 +151,7 @@ async fn a_snapshot_holds_every_acknowledged_write(
 }
 
 /// A freeze ends at its time limit even if nobody thaws, and a thaw after that fails.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_freeze_ends_with_its_bound(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();

@@ -7,7 +7,7 @@ use deltapath::sys::{self, blockdev};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::content::{Content, blocks_of};
+use testkit::content::blocks_of;
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
@@ -22,11 +22,9 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
 }
 
 /// Seen in other drivers: expansion changes only a record, and file, device and filesystem keep their size.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(every_pool)]
 async fn file_device_and_filesystem_grow_while_in_use(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    pool: PoolKind,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
@@ -62,9 +60,7 @@ async fn file_device_and_filesystem_grow_while_in_use(
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
@@ -85,9 +81,7 @@ async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
 
 /// A smaller request is rounded up to the least that the filesystem needs. That is enough to be staged, staged again, and
 /// grown: the kernel does not resize a btrfs to less than 256 MiB.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
@@ -112,16 +106,10 @@ async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
 }
 
 /// Seen in other drivers: after an expansion an old snapshot reports the new, larger capacity.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("growing", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 100, 10, 1);
+    let (volume, device, mut content) = rig.written_volume("growing", 8 * MIB, (100, 10, 1)).await;
     let before = content.clone();
     let small = rig.snapshot("small", &volume).await;
     let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
@@ -156,12 +144,10 @@ async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(
     assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
     before.assert_equals(&device, 0, 2048);
     rig.detach(&restored).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--max-volume-size", "1Gi"], "info").await;
     let volume = rig
@@ -212,19 +198,15 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
     let nowhere =
         proto::NodeExpandVolumeRequest { volume_path: String::new(), ..node_expand(&rig, &volume, 0) };
     assert_eq!(status_code(rig.client.node.node_expand_volume(nowhere).await), Code::InvalidArgument);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A crash between the steps for the file and the record leaves a file that is longer than the volume. A crash between the
 /// record and the device leaves a device that is shorter. The next use corrects both.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_expansion_cut_short_is_put_right() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
-    let (volume, device) = rig.block_volume("cut", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 2048, 3);
+    let (volume, device, mut content) = rig.written_volume("cut", 8 * MIB, (0, 2048, 3)).await;
     let dir = rig.pool_dir().join("volumes").join(&volume);
     rig.kill();
     let image = std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
@@ -249,13 +231,11 @@ async fn an_expansion_cut_short_is_put_right() {
     assert_eq!(blockdev::size(&device).expect("size"), 16 << 20);
     content.write(&device, 4000, 96, 4);
     content.assert_equals(&device, 0, 4096);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// `--overcommit` limits the provisioned size. Without the flag volumes are thin and never refused for lack of space.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn overcommit_bounds_what_is_promised() {
     // The pool image of a rig is 8 GiB, minus what xfs itself uses.
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--overcommit", "2"], "info").await;
@@ -316,8 +296,7 @@ async fn overcommit_bounds_what_is_promised() {
 }
 
 /// The part of the file past the end of the device cannot be written, so the new part of an expanded volume reads as zeros.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_an_expansion_adds_reads_as_zeros() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("zeros", 4 * MIB).await;
@@ -327,15 +306,13 @@ async fn what_an_expansion_adds_reads_as_zeros() {
     file.read_exact_at(&mut bytes, 4 << 20).expect("read");
     assert!(bytes.iter().all(|byte| *byte == 0));
     drop(file);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: the last sync of an expansion failed. The retry found the record large enough and answered OK, and a power
 /// cut brought back the old record.
 #[cfg(feature = "failpoints")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_retry_syncs_what_the_call_before_could_not() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let request = new_volume("volume", 8 * MIB, block_capability());

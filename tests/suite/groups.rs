@@ -33,12 +33,8 @@ fn image(rig: &Rig, group: &proto::VolumeGroupSnapshot, member: usize) -> PathBu
     group_dir.join("members").join(&group.snapshots[member].snapshot_id).join("bytes/data.img")
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_group_is_made_once_and_goes_with_all_its_members(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_group_is_made_once_and_goes_with_all_its_members(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut content = [Content::default(), Content::default()];
     let mut volumes = Vec::new();
@@ -116,8 +112,7 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
@@ -141,8 +136,7 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
     for dir in ["groups", "snapshots", "staging"] {
         assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Writes n = 1, 2, 3, ... to one file, flushes, then writes n to the other and flushes. Between the numbers are pauses
@@ -199,12 +193,8 @@ fn number_at(path: &Path) -> u64 {
 /// Seen in other drivers: members of a group snapshot are taken one after another. Here a writer writes A(n) to one raw
 /// device, flushes, then writes B(n) to another. No group may hold B(n) without A(n). Both orders of the devices in the
 /// request are tested, since a wrong order of cloning shows only with one of them.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut volumes = Vec::new();
     let mut devices = Vec::new();
@@ -277,12 +267,8 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
 }
 
 /// Filesystems are frozen together. So a group of filesystems, with at most one raw device, succeeds under any load.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let mut volumes = Vec::new();

@@ -51,12 +51,10 @@ fn most(error: &csi_client::Error) -> i64 {
 }
 
 /// Each filesystem from its least size, by restore into a larger volume and by expansion, used and not.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::ext4("ext4", MIB, &[(10, true), (1000, true), (1100, true), (30_000, true)])]
 #[case::xfs("xfs", 300 * MIB, &[(10, true), (1000, false), (1100, false), (30_000, false)])]
 #[case::btrfs("btrfs", 256 * MIB, &[(10, true), (1000, true), (1100, true), (30_000, true)])]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
     #[case] fs_type: &str,
     #[case] least: i64,
@@ -138,8 +136,7 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
 
 /// The incident: an ext4 of 64 MiB, made with mkfs' own reserve, was grown to 100 GiB. resize2fs left a filesystem that did not mount,
 /// and e2fsck moved the names of its root directory to lost+found.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -197,8 +194,7 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
 
 /// The incident: an ext4 with errors, restored into a larger volume, was never mounted, and the answer was the exit status of
 /// e2fsck. At its old size it was mounted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();

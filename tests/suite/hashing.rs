@@ -23,8 +23,7 @@ fn fill(device: &Path, size: u64) {
 }
 
 /// The incident: a first snapshot of gigabytes was hashed completely before any other snapshot had its turn.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_large_first_snapshot_holds_up_no_comparison() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &[], "warn").await;
     let (large, large_device) = rig.block_volume("large", 3 << 30).await;
@@ -42,14 +41,12 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
     until("compared", || is_compared(&rig, &other) && is_compared(&rig, &second)).await;
     assert!(!is_hashed(&live(&rig, &first)), "the large one came first");
     rig.detach(&large).await;
-    rig.detach(&small).await;
-    rig.finish();
+    rig.detach_and_finish(&small).await;
 }
 
 /// The incident: while a first snapshot was hashed, another volume's writes fell to a sixteenth of their rate. Now hashing
 /// falls to a sixteenth of its rate instead.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &[], "warn").await;
     let (written, device) = rig.block_volume("written", 64 * MIB).await;
@@ -73,14 +70,11 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
         rig.detach(&volume).await;
     }
     drop(device);
-    rig.detach(&written).await;
-    rig.finish();
+    rig.detach_and_finish(&written).await;
 }
 
 /// On btrfs each `allocated` map is made from the one before, so all later maps inherited an error.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it(
     #[values("4Ki", "64Ki")] block_size: &str,
 ) {
@@ -127,14 +121,12 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
         let list = rig.client.delta(&pair[0].0, &pair[1].0, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&list, block), pair[1].1.changed_since(&pair[0].1, block), "{block_size}");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Once the bytes of a deleted snapshot are freed, only its hashes are left, so damaged pages of hashes must be made again
 /// before. They were not, and deltas across the snapshot failed from then on.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
@@ -155,6 +147,5 @@ async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let target = rig.snapshot("target", &volume).await;
     let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

@@ -40,8 +40,7 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
 /// Bytes that are not hashed yet count once for each snapshot, whether its map is new or made from the one before, and
 /// whether it was taken alone or in a group.
 #[cfg(feature = "failpoints")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_backlog_is_what_is_still_to_be_hashed() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
@@ -64,13 +63,11 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
         "{metrics}"
     );
     orders.withdraw();
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A client of the port may send any number of requests. They use only a few threads, so calls are not delayed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_flood_of_scrapes_takes_few_threads() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
@@ -96,8 +93,7 @@ async fn a_flood_of_scrapes_takes_few_threads() {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
@@ -161,13 +157,11 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     assert_eq!(get(address, "/healthz").await.0, 200);
     assert_eq!(get(address, "/readyz").await.0, 200);
     assert_eq!(get(address, "/").await.0, 404);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The pool is unmounted under a running driver, which reports that, and reports when it is back.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_probe_tells_when_the_pool_is_gone() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
@@ -201,8 +195,7 @@ async fn a_probe_tells_when_the_pool_is_gone() {
 }
 
 /// If the address is in use, the start fails and names the flag.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_taken_metrics_address_is_an_error() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
@@ -217,8 +210,7 @@ async fn a_taken_metrics_address_is_an_error() {
 }
 
 /// Found from outside: 64 connections that asked for metrics without reading them held every place for ever.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
@@ -239,8 +231,7 @@ async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
 }
 
 /// Whoever reads the log may stop: no call and no probe waits for it, nor does the end of the driver.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_log_that_nobody_reads_stops_no_call() {
     let (address, dir) = (free_address(), tempfile::tempdir().expect("temp dir"));
     let (reader, writer) = std::io::pipe().expect("a pipe");

@@ -38,8 +38,7 @@ fn hostile_ids() -> Vec<String> {
 
 // For requests without other fields the `..Default::default()` is needless.
 #[allow(clippy::needless_update)]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_id_that_names_nothing_gets_the_specs_answer() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--enable-attach"], "info").await;
     let staging = rig.dir.path().join("staging");

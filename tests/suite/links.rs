@@ -21,8 +21,7 @@ fn names(status: tonic::Status, field: &str, path: &Path) {
 }
 
 /// The incident: a target that was a link to /etc got the volume mounted over /etc.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
@@ -76,8 +75,7 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
 
 /// The target is exchanged for a link to another directory again and again while the volume is published. Nothing is ever mounted
 /// behind the link. A link among its parents is followed once, whenever it was put there.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();

@@ -21,8 +21,7 @@ async fn snapshots(rig: &mut Rig, request: ListSnapshotsRequest) -> (Vec<String>
 
 /// Seen in other drivers: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
 /// `next_token` is never set.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn bad_tokens_are_refused_and_pages_are_whole() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut made = Vec::new();
@@ -75,8 +74,7 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
 }
 
 /// Seen in other drivers: the list by source volume returns one of three.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn snapshots_are_filtered_by_source_and_by_id() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut of = [Vec::new(), Vec::new()];

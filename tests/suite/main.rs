@@ -2,6 +2,11 @@
 //! devices and filesystems, and call it over its real socket.
 #![allow(clippy::disallowed_methods)]
 
+#[macro_use]
+extern crate macro_rules_attribute;
+#[macro_use]
+extern crate testkit;
+
 mod access_types;
 mod arrows;
 mod bench;

@@ -49,12 +49,8 @@ const STYLES: [BlockMetadataType; 2] = [BlockMetadataType::FixedLength, BlockMet
 
 /// Lists are exact to 4 KiB. A block that was rewritten with the same bytes is not listed, nor are zeros written into a
 /// hole, but a punched block is.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn allocated_and_delta_are_exact(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn allocated_and_delta_are_exact(pool: PoolKind) {
     for style in STYLES {
         let mut rig = Rig::start_with(pool, &style_flag(style), "info").await;
         let pair = pair(&mut rig).await;
@@ -78,8 +74,7 @@ async fn allocated_and_delta_are_exact(
 /// Seen in other drivers: an unaligned `starting_offset` shifts the comparison and loses changes;
 /// `max_results` -1 spins for ever; 1,000,000 makes a message over gRPC's limit; an offset past the end
 /// answers `OK` with nothing.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn any_offset_and_any_max_results_give_the_same_tail() {
     for style in STYLES {
         let mut rig = Rig::start_with(PoolKind::Xfs, &style_flag(style), "info").await;
@@ -147,12 +142,8 @@ async fn any_offset_and_any_max_results_give_the_same_tail() {
 }
 
 /// Seen in other drivers: an empty answer sends no message, so the client never learns type or capacity.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn an_empty_answer_is_one_message_with_type_and_capacity(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn an_empty_answer_is_one_message_with_type_and_capacity(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let volume = rig.client.create_volume(new_volume("never written", CAPACITY, block_capability())).await;
     let volume = volume.expect("create").volume_id;
@@ -173,8 +164,7 @@ async fn an_empty_answer_is_one_message_with_type_and_capacity(
 }
 
 /// Seen in other drivers: base and target the wrong way round are accepted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn snapshots_that_make_no_pair_are_refused() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let pair = pair(&mut rig).await;
@@ -207,12 +197,8 @@ async fn snapshots_that_make_no_pair_are_refused() {
 
 /// Seen in other drivers: deleting the source volume makes its snapshots' metadata `NOT_FOUND` while they
 /// still restore.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn metadata_outlives_the_volume_and_a_restart(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn metadata_outlives_the_volume_and_a_restart(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let pair = pair(&mut rig).await;
     rig.client.delete_volume(&pair.volume).await.expect("delete");
@@ -227,12 +213,8 @@ async fn metadata_outlives_the_volume_and_a_restart(
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn without_tracking_there_are_no_deltas_and_allocated_works(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn without_tracking_there_are_no_deltas_and_allocated_works(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut request = new_volume("untracked", CAPACITY, block_capability());
     request.parameters = HashMap::from([("changedBlockTracking".to_owned(), "false".to_owned())]);
@@ -248,17 +230,12 @@ async fn without_tracking_there_are_no_deltas_and_allocated_works(
     assert_eq!(error.code(), Code::FailedPrecondition);
     assert!(error.to_string().contains("changedBlockTracking"), "{error}");
     rig.client.delete_snapshot(&first).await.expect("delete");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The block size of the maps is the volume's `blockSize`, and a VolumeSnapshotClass may choose the style.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn block_size_and_style_are_as_the_classes_say(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn block_size_and_style_are_as_the_classes_say(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     for (block_size, bytes) in [("64Ki", 64 << 10), ("4Mi", 4 << 20)] {
         let mut request = new_volume(block_size, CAPACITY + 1, block_capability());
@@ -294,13 +271,10 @@ async fn block_size_and_style_are_as_the_classes_say(
 }
 
 /// Seen in other drivers: `max_results = 1000000` makes a message over gRPC's 4 MiB limit.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
     let mut rig = Rig::start_with(PoolKind::Dir, &style_flag(BlockMetadataType::FixedLength), "info").await;
-    let (volume, device) = rig.block_volume("full", 2 * CAPACITY).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 32768, 1);
+    let (volume, _, content) = rig.written_volume("full", 2 * CAPACITY, (0, 32768, 1)).await;
     let snapshot = rig.snapshot("full", &volume).await;
     for (max_results, most) in [(0, 4096), (1_000_000, 16384), (i32::MAX, 16384), (16384, 16384), (100, 100)]
     {
@@ -308,6 +282,5 @@ async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
         assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
         assert_eq!(list.messages.iter().map(Vec::len).max(), Some(most), "max_results {max_results}");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

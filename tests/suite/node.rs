@@ -46,8 +46,7 @@ pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
 
 /// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The
 /// child had a copy of the descriptor for a moment longer, so the target was busy.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("raw", MIB).await;
@@ -65,16 +64,11 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
     });
     rig.client.node.node_unpublish_volume(request).await.expect("it is closed in a moment");
     closer.join().expect("join");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
     let meta = std::fs::symlink_metadata(&device).expect("stat");
@@ -90,13 +84,11 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(
     }
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 2048);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Seen in other drivers: `readonly` is ignored for Block volumes.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -132,12 +124,8 @@ async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
 
 /// Seen in other drivers: a crash between the mount and the record leaks the mount; unpublish answers `OK`
 /// and unmounts nothing. Here the record comes first and the kernel is asked.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn what_was_published_before_a_crash_is_found_and_undone(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn what_was_published_before_a_crash_is_found_and_undone(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
@@ -172,8 +160,7 @@ async fn what_was_published_before_a_crash_is_found_and_undone(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn node_calls_refuse_what_is_wrong() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let volume =
@@ -227,8 +214,7 @@ async fn node_calls_refuse_what_is_wrong() {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_device_has_the_size_of_its_volume_to_the_byte() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     for (number, bytes) in [4096, 3 << 19, (1 << 40) + 4096].into_iter().enumerate() {
@@ -240,11 +226,9 @@ async fn a_device_has_the_size_of_its_volume_to_the_byte() {
 }
 
 /// A restored volume is published read-only at many targets, as backup tools do it.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(every_pool)]
 async fn a_restored_volume_is_read_at_many_places(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    pool: PoolKind,
     #[values("", "ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;

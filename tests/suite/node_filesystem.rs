@@ -14,11 +14,9 @@ use crate::volume_health::{VolumeHealthErrorType, node_health};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(every_pool)]
 async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    pool: PoolKind,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
@@ -46,8 +44,7 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
 }
 
 /// A volume that holds data, or was made from a source, is never formatted, whatever `blkid` prints.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn data_is_never_formatted_over() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -82,9 +79,7 @@ async fn data_is_never_formatted_over() {
 }
 
 /// If a restored volume is larger than its snapshot, its filesystem is grown to the volume's size.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn stage_grows_a_restored_filesystem_to_its_volume(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -110,8 +105,7 @@ async fn stage_grows_a_restored_filesystem_to_its_volume(#[values("ext4", "xfs",
 
 /// A filesystem that the kernel has shut down answers everything with EIO. It can still be unmounted, and its volume can be
 /// deleted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_filesystem_that_is_shut_down_is_unpublished() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
@@ -130,8 +124,7 @@ async fn a_filesystem_that_is_shut_down_is_unpublished() {
 }
 
 /// What our own mkfs wrote before it was interrupted may be overwritten, but not what the user wrote later.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -163,15 +156,12 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 4096);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: the kernel made a filesystem read-only after an error, or shut it down. The volume was published for a new pod with
 /// OK, and the pod met EROFS. Once it is unstaged everywhere, the next stage mounts it anew.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     #[values("ext4", "xfs")] fs_type: &str,
 ) {
@@ -231,9 +221,7 @@ fn fsfreeze(target: &Path) {
 
 /// The incident: a user froze a filesystem and did not thaw it. Unpublish and unstage answered OK, but the frozen filesystem
 /// stayed after its last unmount. The volume could not be deleted, and after the next stage each write hung.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();

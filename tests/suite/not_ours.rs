@@ -12,8 +12,7 @@ use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code};
 
 /// The kubelet directory is a symbolic link, so the kernel shows mounts at the path that it leads to.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let link = rig.dir.path().join("linked");
@@ -39,8 +38,7 @@ async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
 
 /// The incident: staging a volume failed after the path was recorded, and another volume was staged there. The unstage of
 /// the first volume unmounted the second.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut request = new_volume("raw", 16 * MIB, block_capability());
@@ -78,8 +76,7 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
 
 /// A path where something else is mounted is refused before it is recorded. So undoing the refused call does not unmount
 /// it.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_not_ours_is_never_undone() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -147,8 +144,7 @@ async fn what_is_not_ours_is_never_undone() {
 }
 
 /// The state of a volume cannot be read. An unpublish removes only the named mount; the other mounts and the record stay.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
@@ -175,14 +171,12 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     std::fs::remove_dir(&node).expect("rmdir");
     std::fs::rename(&aside, &node).expect("rename");
     std::fs::write(&device, [7; 4096]).expect("the device serves on");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: while one volume was being formatted, another was mounted at its path, and the first was mounted over it.
 /// Neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn two_volumes_never_share_a_place() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let place = rig.kubelet().join("place");
@@ -219,8 +213,7 @@ async fn two_volumes_never_share_a_place() {
 /// The incident: partitions that were added to a published device stayed on the loop device after the volume was deleted, and the next
 /// volume on that device could be read through them. One that is still open when the next volume is attached is not
 /// taken over either.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let partitions = |device: &Path| {
@@ -259,8 +252,7 @@ async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
         0,
         "the next volume can be read through an old partition"
     );
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// During a clean-up of a directory, a device is freed by its owner and attached to a file of another directory, after its

@@ -167,8 +167,7 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
     assert!(tally.taken > 0, "{} copies were refused, and none was taken", tally.refused);
     let mode = if direct { "direct" } else { "buffered" };
     tally.report(&format!("{} {}, one device, {mode}", pool.name(), place.name));
-    rig.detach(&source).await;
-    rig.finish();
+    rig.detach_and_finish(&source).await;
 }
 
 /// Groups of a raw device and a mounted filesystem, with the data on one and the log on the other, and the reverse.
@@ -218,8 +217,7 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
     }
     tally.report(&format!("{} {}, a group of a device and a filesystem", pool.name(), place.name));
     rig.client.unpublish(&mounted, &kubelet).await.expect("unpublish");
-    rig.detach(&raw).await;
-    rig.finish();
+    rig.detach_and_finish(&raw).await;
 }
 
 /// Groups of two raw devices, with moments without writes. Every group that succeeds is right.
@@ -256,8 +254,7 @@ async fn two_devices(pool: PoolKind, place: Place) {
     assert!(tally.taken > 0, "{} groups were refused, and none was taken", tally.refused);
     tally.report(&format!("{} {}, a group of two devices", pool.name(), place.name));
     rig.detach(&first).await;
-    rig.detach(&second).await;
-    rig.finish();
+    rig.detach_and_finish(&second).await;
 }
 
 /// Defines one test per line, with its name and what it runs. Those in `long` are for a long run, `make order`.

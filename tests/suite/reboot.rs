@@ -12,17 +12,11 @@ use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
 
 /// Seen in other drivers: after a reboot the loop devices are gone and publish fails. The test removes all devices and
 /// mounts, including the pool's, and keeps the records.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn every_volume_comes_back_after_a_reboot(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn every_volume_comes_back_after_a_reboot(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
-    let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 3, 40, 1);
+    let (raw, _, mut content) = rig.written_volume("raw", 8 * MIB, (3, 40, 1)).await;
     let mut files = Vec::new();
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);
@@ -132,12 +126,8 @@ impl Drop for SweptOnDrop {
 
 /// A container restarts. The next driver sees none of the mounts of the driver before, and finds the devices by the inodes
 /// of their files.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn every_volume_comes_back_in_another_mount_namespace(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
     let _swept = SweptOnDrop(dir.path().to_owned());
     let kubelet = dir.path().join("kubelet");

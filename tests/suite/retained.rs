@@ -11,32 +11,18 @@ use deltapath::sys::btrfs::{self, Subvolume, WrittenSince};
 use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
-use crate::faults::{is_hashed, until};
+use crate::faults::{hashed, live, until};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, wait};
 
-fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
-    ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
-}
-
-async fn hashed(dir: &ObjectDir) {
-    until("hashed", || is_hashed(dir)).await;
-}
-
 /// What backup tools do: take a snapshot, back up the changes since the last one, delete that one, and repeat. Each delta is
 /// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on
 /// the change. A kill and a restart in between change nothing.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_backup_tool_may_delete_each_snapshot_after_use(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 2000, 1);
+    let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (0, 2000, 1)).await;
     let mut base = (rig.snapshot("snapshot 0", &volume).await, content.clone());
     rig.client.delete_snapshot(&base.0).await.expect("delete");
     for round in 1..6u8 {
@@ -53,17 +39,17 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(
         let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
         let list = rig.client.delta(&base.0, &target, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&base.1, BLOCK), "{pool:?} {round}");
-        let changed = MapFile::open(&snapshot_dir(&rig, &target).changed()).expect("changed");
+        let changed = MapFile::open(&live(&rig, &target).changed()).expect("changed");
         let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
         assert_eq!(built_on.snapshot.as_str(), base.0);
-        let freed = snapshot_dir(&rig, &base.0);
+        let freed = live(&rig, &base.0);
         until("the data of the one before is freed", || !freed.bytes().exists()).await;
         rig.client.delete_snapshot(&target).await.expect("delete");
         base = (target, content.clone());
     }
     // Only a pool that compares bytes keeps those of the newest.
-    let newest = snapshot_dir(&rig, &base.0);
-    hashed(&newest).await;
+    let newest = live(&rig, &base.0);
+    hashed(&rig, &[&base.0]).await;
     until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
     rig.detach(&volume).await;
     rig.client.delete_volume(&volume).await.expect("delete");
@@ -72,13 +58,10 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(
 }
 
 /// A deleted snapshot cannot be a target or a source, is not listed, and its name is free.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 10, 1);
+    let (volume, device, mut content) = rig.written_volume("volume", 16 * MIB, (0, 10, 1)).await;
     let first = rig.snapshot("first", &volume).await;
     content.write(&device, 3, 2, 2);
     let second = rig.snapshot("second", &volume).await;
@@ -98,18 +81,13 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
     assert_eq!(listed.into_inner().entries.len(), 1);
     let again = rig.snapshot("first", &volume).await;
     assert_ne!(again, first, "another snapshot of the same name");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// `--retain-deleted COUNT:AGE`: beyond the count the oldest are removed, after the age all but a volume's newest, and with
 /// 0 none is kept. Deltas across removed snapshots stay exact.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn what_was_deleted_is_forgotten_by_count_and_by_age(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn what_was_deleted_is_forgotten_by_count_and_by_age(pool: PoolKind) {
     let mut rig = Rig::start_with(pool, &["--retain-deleted", "2"], "info").await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
@@ -150,14 +128,12 @@ async fn what_was_deleted_is_forgotten_by_count_and_by_age(
         assert_eq!(code(rig.client.delta(&taken[4].0, &next, 0, 0).await), Code::NotFound);
     }
     assert_eq!(rig.log().matches(hint).count(), 1, "said once: {}", rig.log());
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A deleted snapshot cannot be the base of a delta if its volume is deleted and it has no later snapshot. Such a snapshot
 /// does not count, even if it is deleted together with one that is kept.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_of_no_use_takes_nobodys_place() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--retain-deleted", "1"], "info").await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -176,8 +152,7 @@ async fn what_is_of_no_use_takes_nobodys_place() {
     let list =
         rig.client.delta(&taken[0].0, &taken[1].0, 0, 0).await.expect("it is the newest that is of use");
     assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&taken[0].1, BLOCK));
-    rig.detach(&other).await;
-    rig.finish();
+    rig.detach_and_finish(&other).await;
 }
 
 fn verify(data_dir: &Path) -> Output {
@@ -201,9 +176,7 @@ fn interrupt_verify(rig: &Rig) {
 
 /// Hashing comes after CreateSnapshot. If the driver is killed before it is done, the next one continues. Deltas are exact
 /// meanwhile, and in the end every hash is right.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 1024 * MIB).await;
@@ -212,7 +185,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
         content.write(&device, start, 4096, 1);
     }
     let first = rig.snapshot("first", &volume).await;
-    let pending = MapFile::open(&snapshot_dir(&rig, &first).pending()).and_then(|map| map.count());
+    let pending = MapFile::open(&live(&rig, &first).pending()).and_then(|map| map.count());
     rig.kill();
     assert_eq!(pending.expect("pending"), 131_072, "{pool:?}: nothing is hashed when the call returns");
     rig.start_again().await;
@@ -223,10 +196,8 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     let expected = content.changed_since(&before, BLOCK);
     let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: while it is being hashed");
-    for id in [&first, &second] {
-        hashed(&snapshot_dir(&rig, id)).await;
-    }
-    let changed = snapshot_dir(&rig, &second).changed();
+    hashed(&rig, &[&first, &second]).await;
+    let changed = live(&rig, &second).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: when it is hashed");
@@ -255,12 +226,8 @@ fn flip(path: &Path, at: u64) {
 }
 
 /// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_flipped_bit_changes_no_answer(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
@@ -271,15 +238,12 @@ async fn a_flipped_bit_changes_no_answer(
     after.write(&device, 90, 20, 1);
     after.discard(&device, 200, 9);
     let target = rig.snapshot("target", &volume).await;
-    for id in [&base, &target] {
-        hashed(&snapshot_dir(&rig, id)).await;
-    }
-    let changed = snapshot_dir(&rig, &target).changed();
+    hashed(&rig, &[&base, &target]).await;
+    let changed = live(&rig, &target).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     let expected = after.changed_since(&before, BLOCK);
     let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
-    let files: Vec<PathBuf> =
-        [&base, &target].into_iter().flat_map(|id| files(snapshot_dir(&rig, id))).collect();
+    let files: Vec<PathBuf> = [&base, &target].into_iter().flat_map(|id| files(live(&rig, id))).collect();
     for path in files {
         let sound = std::fs::read(&path).expect("read");
         for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
@@ -291,18 +255,13 @@ async fn a_flipped_bit_changes_no_answer(
             std::fs::write(&path, &sound).expect("restore");
         }
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Unwritten space is a hole. On some filesystems SEEK_DATA reports it as data after it was read, so a map that is made
 /// again may list it. Then the hash that the snapshot before has for the block must not count.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn zeroed_space_that_was_read_is_a_hole(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
@@ -314,11 +273,11 @@ async fn zeroed_space_that_was_read_is_a_hole(
             _ => content.write(&device, 40, 20, 3 - step),
         }
         let id = rig.snapshot(&format!("snapshot {step}"), &volume).await;
-        hashed(&snapshot_dir(&rig, &id)).await;
+        hashed(&rig, &[&id]).await;
         taken.push((id, content.clone()));
     }
     let ((base, before), (target, after)) = (&taken[0], &taken[3]);
-    let dir = snapshot_dir(&rig, target);
+    let dir = live(&rig, target);
     until("compared", || MapFile::open(&dir.changed()).is_ok_and(|map| map.is_exact())).await;
     let read = || std::fs::read(dir.data()).expect("read");
     read();
@@ -338,28 +297,23 @@ async fn zeroed_space_that_was_read_is_a_hole(
     map.finish().expect("finish");
     let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}: the hash of another snapshot counted");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A deleted snapshot has only maps and hashes. If they are damaged, a delta from it fails, and the error says what to do.
 /// `verify` names damaged data by snapshot and range.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn damage_that_can_not_be_mended_is_reported() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 10, 300, 1);
+    let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (10, 300, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    hashed(&snapshot_dir(&rig, &base)).await;
-    hashed(&snapshot_dir(&rig, &target)).await;
-    let changed = snapshot_dir(&rig, &target).changed();
+    hashed(&rig, &[&base, &target]).await;
+    let changed = live(&rig, &target).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     rig.client.delete_snapshot(&base).await.expect("delete");
-    let gone = snapshot_dir(&rig, &base);
+    let gone = live(&rig, &base);
     until("freed", || !gone.bytes().exists()).await;
     // Without `changed` all blocks are compared, by hash, since the base has no data.
     flip(&changed, 0);
@@ -378,25 +332,20 @@ async fn damage_that_can_not_be_mended_is_reported() {
         verify(&rig.data_dir()).stdout.windows(11).any(|window| window == b"changed.map"),
         "damage reported"
     );
-    flip(&snapshot_dir(&rig, &target).data(), 100 * BLOCK + 5);
+    flip(&live(&rig, &target).data(), 100 * BLOCK + 5);
     let seen = verify(&rig.data_dir());
     assert_eq!(seen.status.code(), Some(1));
     let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
     let damage = report["damage"].as_array().expect("a list");
     let found = damage.iter().find(|damage| damage["start"] == 100 * BLOCK).expect("the range");
     assert_eq!((found["snapshot"].as_str(), &found["end"]), (Some(target.as_str()), &(101 * BLOCK).into()));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Seen in other drivers: changes since a snapshot were searched from its `generation`. A restore from the snapshot raises
 /// that, so all changes before the restore were lost.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_restore_between_two_snapshots_hides_no_change(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
@@ -415,12 +364,11 @@ async fn a_restore_between_two_snapshots_hides_no_change(
     let first = rig.snapshot("its first", &restored).await;
     let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
-    hashed(&snapshot_dir(&rig, &first)).await;
+    hashed(&rig, &[&first]).await;
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
     rig.detach(&volume).await;
-    rig.detach(&restored).await;
-    rig.finish();
+    rig.detach_and_finish(&restored).await;
 }
 
 fn btrfs_disk(features: &str) -> Disk {
@@ -469,8 +417,7 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
 
 /// A data directory on an existing btrfs is used in place, even if a punched hole leaves no item in the tree there
 /// (`no-holes`, the default of mkfs). A part of a block that was punched is a change.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_btrfs_of_ones_own_is_used_in_place() {
     for features in ["no-holes", "^no-holes"] {
         let disk = btrfs_disk(features);
@@ -510,13 +457,10 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
 
 /// A record has no checksum. With a wrong birth, later than that of the next snapshot, nothing would seem to be written
 /// since. Then the data is compared instead.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_birth_that_can_not_be_loses_no_change() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 100, 1);
+    let (volume, device, mut content) = rig.written_volume("volume", 8 * MIB, (0, 100, 1)).await;
     for (round, birth) in [u64::MAX, u64::MAX - 1, 1 << 40].into_iter().enumerate() {
         let first = rig.snapshot(&format!("first {round}"), &volume).await;
         rig.kill();
@@ -534,6 +478,5 @@ async fn a_birth_that_can_not_be_loses_no_change() {
         let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK), "birth {birth}");
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

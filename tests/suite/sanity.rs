@@ -12,38 +12,32 @@ async fn run(pool: PoolKind, attach: bool) {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_on_dir() {
     run(PoolKind::Dir, false).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_on_dir_with_attach() {
     run(PoolKind::Dir, true).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_on_xfs() {
     run(PoolKind::Xfs, false).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_on_xfs_with_attach() {
     run(PoolKind::Xfs, true).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_on_btrfs() {
     run(PoolKind::Btrfs, false).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_on_btrfs_with_attach() {
     run(PoolKind::Btrfs, true).await;
 }

@@ -31,8 +31,7 @@ fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
 
 /// Seen in other drivers: at a high log level whole requests are logged, with their secrets. Mount flags count as secrets
 /// too (CSI spec, `MountVolume.mount_flags`).
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn no_secret_is_logged_stored_or_reported() {
     let mut rig = Rig::start_with(PoolKind::Dir, &[], "trace").await;
     let mut errors = Vec::new();
@@ -139,8 +138,7 @@ async fn no_secret_is_logged_stored_or_reported() {
 }
 
 /// Every call, including streams, is logged with method, ids, code and time.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn every_call_is_in_the_log() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--log-format", "json"], "info").await;
     let (volume, _) = rig.block_volume("logged", MIB).await;

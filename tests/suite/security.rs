@@ -24,12 +24,8 @@ fn below(dir: &Path, found: &mut Vec<PathBuf>) {
 }
 
 /// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn what_is_stored_is_for_root_alone(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn what_is_stored_is_for_root_alone(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     Content::default().write(&device, 0, 10, 1);
@@ -62,12 +58,8 @@ fn is_closed_above(path: &Path, root: &Path) -> bool {
 }
 
 /// Blocks of a deleted volume, and those past the end of a smaller one, read as zeros in a new volume.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_new_volume_shows_nothing_of_those_before(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_new_volume_shows_nothing_of_those_before(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     for round in 0..4 {
         let (volume, device) = rig.block_volume(&format!("volume {round}"), 32 * MIB).await;
@@ -107,8 +99,7 @@ fn own_sockets(pid: u32) -> HashSet<String> {
 }
 
 /// The driver listens only on its UNIX socket, unless it serves metrics, and connects to nothing.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn no_port_is_open_without_a_metrics_address() {
     for (arguments, ports) in [(&[][..], 0), (&["--metrics-address", "127.0.0.1:0"][..], 1)] {
         let rig = Rig::start_with(PoolKind::Dir, arguments, "info").await;
@@ -120,8 +111,7 @@ async fn no_port_is_open_without_a_metrics_address() {
 }
 
 /// A client that opens streams and does not read them gets at most 1024, and does not block other clients' calls.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn streams_are_capped() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--block-metadata-type", "fixed"], "warn").await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
@@ -143,8 +133,7 @@ async fn streams_are_capped() {
     assert_eq!((open.len(), refused), (1024, Code::ResourceExhausted));
     rig.client.create_snapshot("meanwhile", &volume).await.expect("another call");
     drop(open);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Only one function starts programs, and never a shell, so a client's text is never a part of a shell command.
@@ -172,8 +161,7 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
 }
 
 /// A message that is too long is refused before it is read into memory.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_request_of_more_than_4_mib_is_refused() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
@@ -188,8 +176,7 @@ async fn a_request_of_more_than_4_mib_is_refused() {
 
 /// A device with a file that is not the driver's keeps working whatever the driver does with its own devices, even if the
 /// driver is killed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_loop_device_of_somebody_else_is_left_alone() {
     // Not below the rig's directory, since the rig frees everything there.
     let dir = tempfile::Builder::new().prefix("deltapath-other-").tempdir().expect("temp dir");

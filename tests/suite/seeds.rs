@@ -51,8 +51,7 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
         (("maps", "seed-pending"), read(snapshot_dir.join("pending.map"))),
         (("hashes", "seed-hashes"), read(snapshot_dir.join("hashes"))),
     ]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     found
 }
 
@@ -83,8 +82,7 @@ fn format(corpus: &str, bytes: &[u8]) -> String {
 }
 
 /// Seeds of an older format would be poor starting points. `make seeds` writes new ones.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_seeds_of_the_corpora_are_as_the_driver_writes_them() {
     let home = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
     for ((corpus, name), bytes) in written().await {

@@ -12,12 +12,8 @@ use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, set_state, state_of};
 
 /// Seen in other drivers: a buffered write to the open device is missing in the snapshot, because nothing was flushed.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_holds_writes_that_nobody_synced(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_snapshot_holds_writes_that_nobody_synced(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("open", 16 * MIB).await;
     // The writer keeps the device open, since the last close would flush it.
@@ -35,8 +31,7 @@ async fn a_snapshot_holds_writes_that_nobody_synced(
         rig.detach(&restored).await;
     }
     drop(writer);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The bytes that a directory takes on disk.
@@ -52,12 +47,8 @@ fn disk_usage(dir: &Path) -> u64 {
 }
 
 /// Seen in other drivers: a snapshot of a volume that was never written takes its full capacity.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_takes_what_was_written_not_the_capacity(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_snapshot_takes_what_was_written_not_the_capacity(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("sparse", 100 * GIB).await;
     let empty = rig.snapshot("empty", &volume).await;
@@ -69,18 +60,15 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(
     assert!(usage(&rig, &written) < 4 << 20, "1 MiB of data takes {}", usage(&rig, &written));
     let list = rig.client.allocated(&written, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Seen in other drivers: a Block volume made from a Filesystem snapshot holds an archive's bytes.
 /// Here both are images of the same device.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::ext4_on_dir(PoolKind::Dir, "ext4")]
 #[case::ext4_on_xfs(PoolKind::Xfs, "ext4")]
 #[case::xfs_on_xfs(PoolKind::Xfs, "xfs")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind, #[case] fs_type: &str) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
@@ -126,12 +114,8 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (one, device) = rig.block_volume("one", 8 * MIB).await;
     let (two, _) = rig.block_volume("two", 8 * MIB).await;
@@ -170,12 +154,8 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(
 }
 
 /// Seen in other drivers: a snapshot that fails leaves its file behind, and each retry leaves another.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_that_fails_leaves_nothing(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_snapshot_that_fails_leaves_nothing(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("doomed", 8 * MIB).await;
     Content::default().write(&device, 0, 64, 1);
@@ -195,12 +175,8 @@ async fn a_snapshot_that_fails_leaves_nothing(
 
 /// A raw device that is being written. Either the copy shows the device at one moment, or the call fails. The writer writes a
 /// number to the first block and then to the last. In a torn copy the last is ahead of the first.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_of_a_device_under_write_is_never_torn(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_snapshot_of_a_device_under_write_is_never_torn(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("busy", 32 * MIB).await;
     Content::default().write(&device, 0, 8192, 1);
@@ -256,17 +232,12 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(
     writer.join().expect("the writer");
     assert!(pool == PoolKind::Dir || taken == 8);
     assert!(names(&rig.pool_dir().join("staging")).is_empty());
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Preallocated extents read as zeros and are holes; writing into one is a change.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn preallocated_space_is_a_hole(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn preallocated_space_is_a_hole(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, _) = rig.block_volume("preallocated", 8 * MIB).await;
     rig.detach(&volume).await;
@@ -283,8 +254,7 @@ async fn preallocated_space_is_a_hole(
     let second = rig.snapshot("second", &volume).await;
     let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), [10, 11]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 fn freeze(mount_point: &Path, how: &str) {
@@ -294,12 +264,8 @@ fn freeze(mount_point: &Path, how: &str) {
 
 /// A snapshot of a filesystem that the user has frozen succeeds, and it stays frozen. A filesystem that a dead driver left
 /// frozen is thawed by the next driver.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_freeze_is_undone_by_whoever_made_it(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_freeze_is_undone_by_whoever_made_it(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
@@ -340,8 +306,7 @@ async fn a_freeze_is_undone_by_whoever_made_it(
 
 /// If something else is mounted over a filesystem, it is frozen through another of its mounts. If there is none, the error
 /// says what to unmount.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -377,8 +342,7 @@ async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
 }
 
 /// Every answer with a snapshot has its accessible topology. The required topology is checked before anything is made.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let request = proto::GetPluginCapabilitiesRequest {};

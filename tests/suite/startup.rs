@@ -27,10 +27,8 @@ pub fn refused(command: &mut Command) -> String {
 }
 
 /// Seen in other drivers: two drivers on one state directory corrupt it.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_data_dir_has_one_driver(#[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_data_dir_has_one_driver(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let elsewhere = format!("unix://{}", rig.dir.path().join("other.sock").display());
     let said = refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &elsewhere]));
@@ -42,8 +40,7 @@ async fn a_data_dir_has_one_driver(#[values(PoolKind::Btrfs, PoolKind::Xfs, Pool
 
 /// The incident: a driver was killed while it started a program, which has copies of the driver's locks until exec. The next
 /// driver was started at once, and reported that another driver is running.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_lock_that_outlives_its_driver_for_a_moment_is_waited_for() {
     use nix::fcntl::{Flock, FlockArg};
     let mut rig = Rig::start(PoolKind::Btrfs).await;
@@ -61,8 +58,7 @@ async fn a_lock_that_outlives_its_driver_for_a_moment_is_waited_for() {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let other = rig.dir.path().join("other-data");
@@ -89,8 +85,7 @@ async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     );
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_endpoint_is_honoured_and_a_flag_wins() {
     let dir = tempfile::tempdir().expect("temp dir");
     let socket = dir.path().join("from-env.sock");
@@ -113,8 +108,7 @@ async fn csi_endpoint_is_honoured_and_a_flag_wins() {
     assert!(said.contains("/proc/nowhere"), "{said}");
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_data_dir_is_started_as_it_was_made() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     rig.terminate();
@@ -134,12 +128,8 @@ async fn a_data_dir_is_started_as_it_was_made() {
 
 /// Seen in other drivers: with a truncated state file the driver never starts again. Here a damaged record is reported, its
 /// object is withheld, and all others are served.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_record_cut_short_does_not_stop_the_driver(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_record_cut_short_does_not_stop_the_driver(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut ids = Vec::new();
     for name in ["sound", "torn"] {
@@ -173,8 +163,7 @@ async fn a_record_cut_short_does_not_stop_the_driver(
 
 /// A driver that is stopped with nothing in use leaves no mount and no device. A driver that is killed leaves its pool
 /// attached, and the next start uses it instead of attaching it again.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let attached = || deltapath::sys::sweep::devices_below(rig.dir.path()).expect("devices").len();
@@ -198,8 +187,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     assert_eq!(attached(), 2, "a volume in use keeps its device and its pool");
     rig.start_again().await;
     assert_eq!(attached(), 2);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A driver without a rig. Even a failing test leaves nothing of it.
@@ -228,8 +216,7 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
 /// The incident: a start was killed after it made such an image and before it chose the other filesystem. The next start
 /// insisted on the image, although its manifest was not written yet.
 #[cfg(feature = "failpoints")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
     let mut kills = 0;
     for at in (1..).step_by(2) {
@@ -283,8 +270,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
 
 /// A mkfs that is newer than the kernel makes an image that cannot be mounted. Then `--pool auto` uses the other filesystem,
 /// and a start that asked for this one fails.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
     let programs = programs_that_know_more(dir.path());
@@ -316,8 +302,7 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
 }
 
 /// A pool whose image is missing must not look like an empty pool: every volume would be reported as deleted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_missing_pool_image_is_not_made_anew() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let request = new_volume("kept", MIB, block_capability());
@@ -330,14 +315,12 @@ async fn a_missing_pool_image_is_not_made_anew() {
     std::fs::rename(&aside, &image).expect("bring it back");
     rig.start_again().await;
     rig.attach(&volume).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// Clients with gRPC core (Python, C++, Ruby) send the percent-encoded path of the socket as the authority, and grpc-java
 /// sends the plain path. The bytes here are what they send for a Probe.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_client_whose_authority_is_the_sockets_path_is_let_in() {
     use std::io::{Read, Write};
     let rig = Rig::start(PoolKind::Dir).await;

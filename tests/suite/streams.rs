@@ -35,8 +35,7 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
 }
 
 /// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`, and an incomplete backup seems complete.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_deadline_midway_never_ends_with_ok() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, last) = needle(&mut rig, 512).await;
@@ -77,8 +76,7 @@ async fn a_deadline_midway_never_ends_with_ok() {
 
 /// The driver itself enforces the deadline, not only the client's library: a raw `grpc-timeout` that the client ignores
 /// ends the stream with DEADLINE_EXCEEDED.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn the_driver_keeps_the_deadline_of_a_slow_reader() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
     let (first, _, _) = needle(&mut rig, 256).await;
@@ -111,9 +109,7 @@ fn open_files(pid: u32) -> usize {
 /// The work of a stream ends within 100 ms after its client has cancelled it, also in the middle of large blocks that come
 /// from the disk. The least of some tries counts, since other tests want the processors too.
 #[cfg(feature = "failpoints")]
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str) {
     const MOST: Duration = Duration::from_millis(100);
     let mut rig = Rig::start(PoolKind::Xfs).await;
@@ -151,8 +147,7 @@ async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str
 }
 
 /// If a client disconnects, its streams' files are closed, their work ends, and the log says so.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_gone_client_leaves_no_stream_behind() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
     let (first, second, _) = needle(&mut rig, 256).await;
@@ -187,8 +182,7 @@ async fn a_gone_client_leaves_no_stream_behind() {
 }
 
 /// 512 streams that are not read must not delay a unary call, so none of them may hold a thread.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn stalled_streams_delay_nobody() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
     let (first, _, _) = needle(&mut rig, 256).await;
@@ -218,8 +212,7 @@ async fn stalled_streams_delay_nobody() {
 }
 
 /// Streams that compare much data and find nothing must not delay the first messages of others: they take turns.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn silent_streams_take_turns_with_others() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, _) = needle(&mut rig, 512).await;
@@ -243,13 +236,8 @@ async fn silent_streams_take_turns_with_others() {
 }
 
 /// A stream continues while its snapshots are deleted, whether they are retained or removed, since its files are open.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stream_outlives_the_deletion_of_its_snapshots(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-    #[values("8", "0")] retained: &str,
-) {
+#[apply(every_pool)]
+async fn a_stream_outlives_the_deletion_of_its_snapshots(pool: PoolKind, #[values("8", "0")] retained: &str) {
     let flags = ["--block-metadata-type", "fixed", "--retain-deleted", retained];
     let mut rig = Rig::start_with(pool, &flags, "info").await;
     let (first, second, last) = needle(&mut rig, 256).await;
@@ -303,8 +291,7 @@ const ALLOCATOR: u64 = 16;
 const STREAMS_REST: u64 = 16 << 20;
 
 /// The incident: 200 streams on blocks of 4 MiB took 1.6 GB, since each held two of its blocks until its end.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn large_blocks_take_no_more_memory() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, _) = needle_in(&mut rig, 256, "4Mi").await;
@@ -339,15 +326,13 @@ async fn large_blocks_take_no_more_memory() {
 }
 
 /// 1,024 clients request long messages of a full map and do not read them.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_thousand_stalled_streams_share_a_bounded_memory() {
     stalled_streams(512).await;
 }
 
 /// The driver finishes a short answer long before the client has read it.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_thousand_short_answers_that_nobody_reads_share_a_bounded_memory() {
     stalled_streams(128).await;
 }

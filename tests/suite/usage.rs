@@ -24,12 +24,8 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
 
 /// Seen in other drivers: the statistics of a Block volume are those of `/dev`'s filesystem, and those of a Filesystem volume
 /// are the host disk's.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn stats_of_a_block_volume_are_its_own(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn stats_of_a_block_volume_are_its_own(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
     Content::default().write(&device, 0, 256, 1);
@@ -47,16 +43,13 @@ async fn stats_of_a_block_volume_are_its_own(
     ] {
         assert_eq!(stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(), expected, "{path}");
     }
-    rig.detach(&raw).await;
-    rig.finish();
+    rig.detach_and_finish(&raw).await;
 }
 
 /// The same for filesystems, which report inodes too.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(every_pool)]
 async fn stats_of_a_mounted_volume_are_its_own(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    pool: PoolKind,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
@@ -88,9 +81,7 @@ async fn stats_of_a_mounted_volume_are_its_own(
 
 /// The mount flag `ro` is a request of the user, so it is not reported as an error. A btrfs that is mounted read-only is not
 /// grown.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_volume_mounted_with_ro_is_well(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -117,12 +108,8 @@ fn queue(rig: &Rig, attribute: &str) -> String {
 
 /// VolumeAttributesClass parameters change the attached device, survive a restart, and apply from the start if the volume is
 /// made with them. Writes that are still in the page cache are in a snapshot too.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn attributes_change_the_live_device(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn attributes_change_the_live_device(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
     let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
@@ -224,12 +211,8 @@ fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
     }
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn an_ephemeral_volume_lives_from_publish_to_unpublish(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let publish = ephemeral(&rig, "csi-1234", "64Mi");
     let target = Path::new(&publish.target_path).to_owned();
@@ -308,8 +291,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn attachments_bind_volumes_to_their_node() {
     let flags = ["--enable-attach", "--max-volumes-per-node", "2"];
     let mut rig = Rig::start_with(PoolKind::Dir, &flags, "info").await;

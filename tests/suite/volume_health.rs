@@ -118,12 +118,8 @@ use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
 
 /// The checks of csi-sanity and more: the capabilities, which requests are refused, and that a healthy volume has no faults,
 /// wherever it is in use and even where publishing it failed.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_volume_that_is_well_has_nothing_to_tell(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut controller = rig.client.controller.clone();
     let claimed = controller.controller_get_capabilities(proto::ControllerGetCapabilitiesRequest {}).await;
@@ -211,8 +207,7 @@ fn data_of(rig: &Rig, volume: &str) -> PathBuf {
 
 /// A missing or truncated file, and a record that cannot be read, are reported. The list has only such volumes, each once,
 /// with pages of any size.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn lost_bytes_and_records_are_reported_and_listed() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut volumes = Vec::new();
@@ -288,8 +283,7 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
 
 /// It cannot be told whether a volume's file exists, because its directory cannot be read. Here a file is in place of the
 /// directory; with a failing disk it would be an I/O error.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn bytes_that_do_not_answer_are_reported() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let request = new_volume("volume", 4 * MIB, block_capability());
@@ -318,9 +312,7 @@ fn shell(program: &str, arguments: &[&str]) {
 }
 
 /// Only the node reports what other programs and the kernel do to a filesystem in use. The controller does not report it.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
@@ -397,8 +389,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
 }
 
 /// A device is gone: detached by another program, or lost in a reboot.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_node_tells_that_a_device_is_gone() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
@@ -434,8 +425,7 @@ async fn a_node_tells_that_a_device_is_gone() {
 }
 
 /// Running calls cause no false faults: between the record of a place and its mount nothing is reported.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn calls_at_work_are_no_trouble() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();

@@ -20,12 +20,8 @@ fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
 }
 
 /// Seen in other drivers: for 1.5 MiB they make 1 MiB and report 1.5 MiB, and a request without a size is an error.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked(pool: PoolKind) {
     let mut rig = Rig::start_with(pool, &["--max-volume-size", "1Ti"], "info").await;
     for (asked, made) in
         [(1, 4096), (3 << 19, 3 << 19), ((3 << 19) + 1, (3 << 19) + 4096), (0, GIB), (1 << 40, 1 << 40)]
@@ -62,8 +58,7 @@ async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_wrong_with_a_request_is_said() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let good = || new_volume("good", MIB, block_capability());
@@ -172,12 +167,8 @@ async fn what_is_wrong_with_a_request_is_said() {
 
 /// Seen in other drivers: the content source is not recorded, so a retry with another source or mode answers `OK`, and a
 /// retry of a clone answers `ALREADY_EXISTS`.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn creation_is_idempotent_by_name_and_clashes_are_reported(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let origin = rig.client.create_volume(sized("origin", 8 * MIB, 0)).await.expect("create").volume_id;
     let snapshots = [rig.snapshot("one", &origin).await, rig.snapshot("two", &origin).await];
@@ -219,16 +210,10 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(
 
 /// Seen in other drivers: after a restore into a larger volume the backing file is too short, and reads past its end fail
 /// with EIO.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_restore_into_a_larger_volume_has_the_full_size(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (origin, device) = rig.block_volume("origin", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 16, 1);
+    let (origin, device, mut content) = rig.written_volume("origin", 8 * MIB, (0, 16, 1)).await;
     content.write(&device, 2047, 1, 2);
     let snapshot = rig.snapshot("taken", &origin).await;
     for (name, source) in [("restored", from_snapshot(&snapshot)), ("cloned", from_volume(&origin))] {
@@ -243,15 +228,13 @@ async fn a_restore_into_a_larger_volume_has_the_full_size(
     let mut smaller = sized("smaller", 0, 4 * MIB);
     smaller.volume_content_source = Some(from_snapshot(&snapshot));
     assert_eq!(code(rig.client.create_volume(smaller).await), Code::OutOfRange);
-    rig.detach(&origin).await;
-    rig.finish();
+    rig.detach_and_finish(&origin).await;
 }
 
 /// Seen in other drivers: one lock is held during copies, and GetCapacity waits 20 s for a restore. Here it answers within
 /// 100 ms during a copy of gigabytes. One of three tries must be that fast: the machine may be busy with other tests, but a
 /// lock would delay all three.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_long_copy_is_in_nobodys_way() {
     // The pool that copies data.
     let mut rig = Rig::start(PoolKind::Dir).await;
@@ -310,12 +293,8 @@ async fn a_long_copy_is_in_nobodys_way() {
 }
 
 /// Seen in other drivers: deleted volumes leave loop devices on deleted files.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let pool_dir = rig.pool_dir();
     let devices = |below: &Path| devices_below(below).expect("devices").len();
@@ -345,8 +324,7 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let volume = rig.client.create_volume(sized("block", MIB, 0)).await.expect("create").volume_id;
@@ -381,16 +359,10 @@ async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
 }
 
 /// The copy has the content of the snapshot even if its volume is written during the copy.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_restore_is_exact_while_the_source_is_written(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
-    let (origin, device) = rig.block_volume("origin", 64 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 8192, 1);
+    let (origin, device, mut content) = rig.written_volume("origin", 64 * MIB, (0, 8192, 1)).await;
     content.discard(&device, 100, 50);
     let snapshot = rig.snapshot("taken", &origin).await;
     let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
@@ -415,6 +387,5 @@ async fn a_restore_is_exact_while_the_source_is_written(
     }
     writing.store(false, std::sync::atomic::Ordering::SeqCst);
     writer.join().expect("the writer");
-    rig.detach(&origin).await;
-    rig.finish();
+    rig.detach_and_finish(&origin).await;
 }

@@ -6,6 +6,7 @@
 
 mod arguments;
 mod backup;
+mod block;
 mod cluster;
 mod device;
 mod error;

@@ -1,6 +1,6 @@
 //! `cbt-lab` as a process that serves: the proxy that injects one fault, or the driver in memory.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::process::{Child, Command};
 
 /// Serves until it is dropped.
 pub struct Lab {
-    child: Child,
+    pub child: Child,
     /// What it reported when it was ready.
     pub ready: Value,
 }
@@ -66,29 +66,40 @@ impl Lab {
         Self::start(fixed.iter().chain(&["--control", "127.0.0.1:0", "--fault", faults])).await
     }
 
+    /// A mock on a socket in `dir`, with a control address.
+    pub async fn mock(dir: &tempfile::TempDir, arguments: &[&str]) -> (Self, PathBuf) {
+        let socket = dir.path().join("csi.sock");
+        let listen = format!("unix://{}", socket.display());
+        let fixed = ["mock", "--listen", &listen, "--control", "127.0.0.1:0"];
+        (Self::start(fixed.iter().chain(arguments)).await, socket)
+    }
+
     /// Replaces all faults, as `curl -X PUT --data` does.
     pub async fn put(&self, faults: &str) {
-        self.control("PUT", faults).await;
+        let (code, answer) = self.control("PUT", "/faults", faults).await;
+        assert_eq!(code, 200, "{faults}: {answer}");
     }
 
     /// How many calls have met one of the faults that are on.
     pub async fn met(&self) -> u64 {
-        let rows: Value = serde_json::from_str(&self.control("GET", "").await).expect("JSON");
+        let (code, rows) = self.control("GET", "/faults", "").await;
+        assert_eq!(code, 200, "{rows}");
+        let rows: Value = serde_json::from_str(&rows).expect("JSON");
         rows.as_array().expect("a list").iter().filter_map(|row| row["met"].as_u64()).sum()
     }
 
-    /// A request to its HTTP API: the body of the answer.
-    async fn control(&self, method: &str, faults: &str) -> String {
+    /// A request to its HTTP API: the code and the body of the answer.
+    pub async fn control(&self, method: &str, path: &str, body: &str) -> (u16, String) {
         let address = self.ready["control"].as_str().and_then(|address| address.strip_prefix("http://"));
         let mut stream = tokio::net::TcpStream::connect(address.expect("--control")).await.expect("connect");
-        let length = faults.len();
+        let length = body.len();
         let request = format!(
-            "{method} /faults HTTP/1.1\r\nHost: lab\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{faults}"
+            "{method} {path} HTTP/1.1\r\nHost: lab\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
         );
         stream.write_all(request.as_bytes()).await.expect("write");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("read");
-        assert!(answer.starts_with("HTTP/1.1 200"), "{faults}: {answer}");
-        answer.split_once("\r\n\r\n").expect("a head").1.to_owned()
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+        (head.split(' ').nth(1).expect("a status").parse().expect("a number"), body.to_owned())
     }
 }

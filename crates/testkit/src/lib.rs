@@ -132,26 +132,24 @@ pub fn leftovers(dir: &Path) -> Vec<String> {
 
 /// A bare channel to the socket.
 pub async fn channel(socket: &Path) -> Channel {
-    let socket = socket.to_owned();
-    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
-        let socket = socket.clone();
-        async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
-    });
-    let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
-    endpoint.connect_with_connector(connector).await.expect("connect")
+    connected(tonic::transport::Endpoint::from_static("http://localhost"), socket).await
 }
 
 /// A metadata client that takes in 64 KiB at most before it reads: a longer stream stalls.
 pub async fn narrow_client(socket: &Path) -> SnapshotMetadataClient<Channel> {
+    let endpoint = tonic::transport::Endpoint::from_static("http://localhost")
+        .initial_stream_window_size(65535)
+        .initial_connection_window_size(65535 * 16);
+    SnapshotMetadataClient::new(connected(endpoint, socket).await)
+}
+
+async fn connected(endpoint: tonic::transport::Endpoint, socket: &Path) -> Channel {
     let socket = socket.to_owned();
     let connector = tower::service_fn(move |_: tonic::transport::Uri| {
         let socket = socket.clone();
         async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
     });
-    let endpoint = tonic::transport::Endpoint::from_static("http://localhost")
-        .initial_stream_window_size(65535)
-        .initial_connection_window_size(65535 * 16);
-    SnapshotMetadataClient::new(endpoint.connect_with_connector(connector).await.expect("connect"))
+    endpoint.connect_with_connector(connector).await.expect("connect")
 }
 
 /// What is recorded of a volume's use, as JSON; null where nothing is.
@@ -216,4 +214,41 @@ pub fn free_port() -> u16 {
             return port;
         }
     }
+}
+
+/// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets.
+#[macro_export]
+macro_rules! device_test {
+    ($($test:tt)*) => {
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        $($test)*
+    };
+}
+
+/// The same for each `#[case]`, or for each of the `#[values]`.
+#[macro_export]
+macro_rules! device_cases {
+    ($(#[$case:meta])* async fn $($test:tt)*) => {
+        #[rstest::rstest]
+        $(#[$case])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $($test)*
+    };
+}
+
+/// The same on every pool, the first argument.
+#[macro_export]
+macro_rules! every_pool {
+    ($(#[$attribute:meta])* async fn $name:ident($pool:ident: PoolKind $(, $($more:tt)*)?) $body:tt) => {
+        #[rstest::rstest]
+        $(#[$attribute])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name(
+            #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] $pool: PoolKind,
+            $($($more)*)?
+        ) $body
+    };
 }

@@ -8,6 +8,7 @@ use csi_client::{Client, block_capability};
 use deltapath::sys::sweep::sweep;
 use tempfile::TempDir;
 
+use crate::content::Content;
 use crate::{PoolKind, leftovers, names, program, signal, temp_dir, wait};
 
 pub struct Rig {
@@ -168,9 +169,27 @@ impl Rig {
         assert!(left.is_empty(), "left behind: {left:?}");
     }
 
+    pub async fn detach_and_finish(mut self, volume_id: &str) {
+        self.detach(volume_id).await;
+        self.finish();
+    }
+
     /// A published Block volume: its id and its device.
     pub async fn block_volume(&mut self, name: &str, bytes: i64) -> (String, PathBuf) {
         self.block_volume_of(name, bytes, "4Ki").await
+    }
+
+    /// The same with these blocks written to it: the first, how many, and their byte.
+    pub async fn written_volume(
+        &mut self,
+        name: &str,
+        bytes: i64,
+        (start, count, fill): (u64, u64, u8),
+    ) -> (String, PathBuf, Content) {
+        let (volume, device) = self.block_volume(name, bytes).await;
+        let mut content = Content::default();
+        content.write(&device, start, count, fill);
+        (volume, device, content)
     }
 
     /// The same with a block size.

@@ -1,13 +1,19 @@
 //! What the worlds of the gateway and of the earlier designs share: names, snapshots, accounts with the rights of a manifest,
-//! certificates and probes.
+//! certificates, probes, and the harness that runs their tests.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use libtest_mimic::{Arguments, Trial};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::api_server::ApiServer;
+
+pub type Test<W> = fn(W) -> Pin<Box<dyn Future<Output = ()>>>;
 
 /// Names that no other test has: of a namespace, and of a CSI driver.
 pub fn names(test: &str) -> (String, String) {
@@ -120,4 +126,57 @@ pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
     stream.read_to_string(&mut answer).await.ok()?;
     let code = answer.split(' ').nth(1)?.parse().ok()?;
     Some((code, answer.split_once("\r\n\r\n")?.1.to_owned()))
+}
+
+/// Tests by their paths, for [`run`].
+#[macro_export]
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((
+            stringify!($module),
+            stringify!($name),
+            (|world| Box::pin($module::$name(world))) as $crate::scene::Test<_>,
+        )),*]
+    };
+}
+
+/// Runs tests, each in a world that `make` gives it, beside one API server with these CRDs. The harness is libtest-mimic, so that
+/// the server ends with the tests.
+pub fn run<W: 'static>(
+    tests: Vec<(&'static str, &'static str, Test<W>)>,
+    crds: &'static [&'static str],
+    make: impl AsyncFn(Arc<ApiServer>, &'static str) -> W + Copy + Send + 'static,
+) -> ExitCode {
+    let arguments = Arguments::from_args();
+    let runtime = Arc::new(tokio::runtime::Runtime::new().expect("a runtime"));
+    let server = Arc::new(Mutex::new(None));
+    // Some drivers attach loop devices, and Go builds the API server. Under CI nothing is left out.
+    let is_left_out = std::env::var_os("DELTAPATH_WITHOUT_GO").is_some();
+    let is_ci = std::env::var("CI").as_deref() == Ok("true");
+    let has_go = std::process::Command::new("go").arg("version").output().is_ok();
+    let can_run = !is_left_out && (is_ci || (nix::unistd::geteuid().is_root() && has_go));
+    if !can_run {
+        eprintln!("ignored: they need root, and Go to build the Kubernetes API server");
+    }
+    let trials = tests.into_iter().map(|(module, name, test)| {
+        let (runtime, server) = (runtime.clone(), server.clone());
+        let trial = Trial::test(format!("{module}::{name}"), move || {
+            let start = || {
+                runtime.block_on(async {
+                    let api = ApiServer::start().await;
+                    api.install(crds).await;
+                    Arc::new(api)
+                })
+            };
+            // The first test starts it; the others wait.
+            let api = server.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(start).clone();
+            runtime.block_on(async { test(make(api, name).await).await });
+            Ok(())
+        });
+        trial.with_ignored_flag(!can_run)
+    });
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    // Before the process ends: the API server ends with it.
+    drop(server.lock().unwrap_or_else(PoisonError::into_inner).take());
+    conclusion.exit_code()
 }

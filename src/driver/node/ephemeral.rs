@@ -3,15 +3,17 @@
 
 use std::path::{Path, PathBuf};
 
-use super::held::{Held, check_unoccupied};
-use super::publish::make_directory;
-use super::stage::remove_target;
-use super::{Node, PublishRequest};
-use crate::driver::devices::{detach, shows};
-use crate::driver::filesystem::{self, is_blank};
+use crate::driver::devices::attached::{detach, shows};
+use crate::driver::devices::filesystem;
+use crate::driver::devices::filesystem::is_blank;
+use crate::driver::error::{Error, Result};
 use crate::driver::locks::{Key, OpGuard};
-use crate::driver::request::check_name;
-use crate::driver::{AccessType, CapacityRange, EphemeralParameters, Error, Result};
+use crate::driver::node::held::{Held, check_unoccupied};
+use crate::driver::node::publish::make_directory;
+use crate::driver::node::used::{Node, PublishRequest, remove_target};
+use crate::driver::request::capability::AccessType;
+use crate::driver::request::create::{CapacityRange, check_name};
+use crate::driver::request::params::EphemeralParameters;
 use crate::store::{Staged, Timestamp, Tuning, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;

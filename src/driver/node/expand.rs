@@ -2,12 +2,14 @@
 
 use std::path::Path;
 
-use super::{Node, place};
-use crate::driver::devices::shows;
-use crate::driver::expand::grow;
-use crate::driver::filesystem;
-use crate::driver::superblock::Superblock;
-use crate::driver::{Capability, CapacityRange, Error, Result};
+use crate::driver::devices::attached::shows;
+use crate::driver::devices::filesystem;
+use crate::driver::devices::superblock::Superblock;
+use crate::driver::error::{Error, Result};
+use crate::driver::node::used::{Node, place};
+use crate::driver::request::capability::Capability;
+use crate::driver::request::create::CapacityRange;
+use crate::driver::volumes::expand::grow;
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;

@@ -3,11 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
-use super::Node;
-use crate::driver::devices::shows;
-use crate::driver::health::{Faults, Reason, VolumeHealth, withheld};
+use crate::driver::devices::attached::shows;
+use crate::driver::error::{Error, Result};
+use crate::driver::health::volume::{Faults, Reason, VolumeHealth, withheld};
 use crate::driver::locks::Key;
-use crate::driver::{Error, Result, checked_path};
+use crate::driver::node::used::Node;
+use crate::driver::request::path::checked_path;
 use crate::store::{self, AccessKind, Staged, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{self, mount};

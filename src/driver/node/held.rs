@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::Node;
-use crate::driver::devices::{detach, shows};
-use crate::driver::expand::{grow, tune};
+use crate::driver::devices::attached::{detach, shows};
+use crate::driver::error::{Error, Result};
 use crate::driver::locks::{Key, OpGuard};
+use crate::driver::node::used::Node;
 use crate::driver::shared::LockedVolume;
-use crate::driver::{Error, Result};
+use crate::driver::volumes::expand::{grow, tune};
 use crate::store::{self, VolumeRecord, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount;

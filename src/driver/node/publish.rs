@@ -3,12 +3,12 @@
 use std::fs::{self};
 use std::path::Path;
 
-use super::health::answers;
-use super::held::{Held, attached, check_unoccupied};
-use super::stage::remove_target;
-use super::{Node, PublishRequest};
-use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
-use crate::driver::{Error, Result, checked_path};
+use crate::driver::devices::attached::{detach, free_unrecorded, is_of_another, shows};
+use crate::driver::error::{Error, Result};
+use crate::driver::node::health::answers;
+use crate::driver::node::held::{Held, attached, check_unoccupied};
+use crate::driver::node::used::{Node, PublishRequest, remove_target};
+use crate::driver::request::path::checked_path;
 use crate::store::{AccessKind, Published, Staged};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount;

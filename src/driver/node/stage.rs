@@ -1,15 +1,18 @@
 //! Staging mounts the volume's filesystem once on the node. A Block volume has nothing to mount, and it gets its
 //! device when it is published: only then is it known whether it may be written.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::Path;
 
-use super::held::{Held, attached, check_unoccupied};
-use super::{Node, StageRequest};
-use crate::driver::capability::{is_known_filesystem, least_size};
-use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
-use crate::driver::filesystem;
-use crate::driver::{AccessType, Capability, Error, MountFlags, Result, checked_path};
+use crate::driver::devices::attached::{detach, free_unrecorded, is_of_another, shows};
+use crate::driver::devices::filesystem;
+use crate::driver::error::{Error, Result};
+use crate::driver::node::held::{Held, attached, check_unoccupied};
+use crate::driver::node::used::{Node, StageRequest};
+use crate::driver::request::capability::{
+    AccessType, Capability, MountFlags, is_known_filesystem, least_size,
+};
+use crate::driver::request::path::checked_path;
 use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
@@ -246,24 +249,5 @@ fn is_there(held: &Held, staged: &Staged) -> Result<bool> {
             }
             Ok(false)
         }
-    }
-}
-
-/// Removes a mount target that we made: an empty directory, or the file that a device was mounted on.
-pub(super) fn remove_target(target: &Path) -> Result<()> {
-    let meta = match fs::symlink_metadata(target) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        meta => meta.context("stat", target)?,
-    };
-    let removed = match meta.is_dir() {
-        true => change::remove_dir(target),
-        // The file that we made was empty, so this is another.
-        false if meta.len() > 0 => return Ok(()),
-        false => change::remove_file(target),
-    };
-    match removed {
-        // The directory existed before, and holds files of others.
-        Err(error) if error.source.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
-        removed => Ok(removed?),
     }
 }

@@ -3,9 +3,9 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{Node, no_volume_at, place};
-use crate::driver::devices::shows;
-use crate::driver::{Error, Result};
+use crate::driver::devices::attached::shows;
+use crate::driver::error::{Error, Result};
+use crate::driver::node::used::{Node, no_volume_at, place};
 use crate::store::{AccessKind, VolumeRecord};
 use crate::sys;
 use crate::sys::loopdev::LoopDevice;

@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
-use super::holes;
-use super::plan::{Plan, portions, runs};
-use super::throttle::{LOOK, Throttle};
-use super::write::{Gather, Writer, pieces};
-use crate::driver::remote::{Blocks, Opened, Remote, RemoteFault};
-use crate::driver::transfer_table::Progress;
-use crate::driver::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::transfer::holes;
+use crate::driver::transfer::plan::{Plan, portions, runs};
+use crate::driver::transfer::throttle::{LOOK, Throttle};
+use crate::driver::transfer::write::{Gather, Writer, pieces};
+use crate::driver::volumes::incoming::Progress;
+use crate::driver::volumes::remote::{Blocks, Opened, Remote, RemoteFault};
 use crate::sys::memory::KeepFreed;
 use base::{Block, BlockRange, Stop, Stopped, VolumeId};
 use cbt::{BlockHash, SEGMENT_BLOCKS, SegmentIndex, hash_each};

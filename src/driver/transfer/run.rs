@@ -6,11 +6,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::receive::{Cut, Receiver};
-use super::{Transfers, throttle};
-use crate::driver::remote::Remote;
-use crate::driver::transfer_table::{Outcome, Phase, Transfer};
-use crate::driver::{Error, Result};
+use crate::driver::error::{Error, Result};
+use crate::driver::transfer::begin::Transfers;
+use crate::driver::transfer::receive::{Cut, Receiver};
+use crate::driver::transfer::throttle;
+use crate::driver::volumes::incoming::{Outcome, Phase, Transfer};
+use crate::driver::volumes::remote::Remote;
 use base::{ObjectDir, Stop};
 use files::Context;
 

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
-use super::holes::{cut_out, holes_in};
-use super::plan::runs;
-use crate::driver::fill::NewSnapshot;
+use crate::driver::error::{Error, Result};
 use crate::driver::locks::Key;
-use crate::driver::remote::{Blocks, Opened};
 use crate::driver::shared::Shared;
-use crate::driver::snapshots::Snapshots;
-use crate::driver::{Error, Result};
+use crate::driver::snapshots::fill::NewSnapshot;
+use crate::driver::snapshots::take::Snapshots;
+use crate::driver::transfer::holes::{cut_out, holes_in};
+use crate::driver::transfer::plan::runs;
+use crate::driver::volumes::remote::{Blocks, Opened};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
 use crate::sys::memory::KeepFreed;

@@ -5,9 +5,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 
-use super::receive::Cut;
-use crate::driver::Error;
-use crate::driver::transfer_table::Progress;
+use crate::driver::error::Error;
+use crate::driver::transfer::receive::Cut;
+use crate::driver::volumes::incoming::Progress;
 use crate::sys::clone;
 use base::Stopped;
 use files::{AlignedBuffer, change};

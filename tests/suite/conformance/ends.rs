@@ -9,8 +9,7 @@ use super::{all_cases, assert_empty, bare, cases, conformance, run_broken, said,
 use testkit::{PoolKind, Rig, leftovers};
 
 /// The driver is killed midway. Every case soon has a verdict, and the suite leaves nothing of its own.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let work = rig.dir.path().join("work");
@@ -45,8 +44,7 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
 
 /// The driver is killed and restarted, as kubelet does it. Later cases are not affected. Once while volumes are made, and
 /// once while they are streamed, with cases one after another and at once. Cases that mostly wait are left out.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_that_comes_back_is_tested_on() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     for (sign, jobs) in [("CreateSnapshot", "1"), ("GetMetadataDelta", "1"), ("GetMetadataDelta", "4")] {
@@ -75,8 +73,7 @@ async fn a_driver_that_comes_back_is_tested_on() {
 }
 
 /// A call hangs while a case is prepared. The report says so, and names what the call may have made.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_call_that_hangs_ends_with_its_time() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, report) =
@@ -92,8 +89,7 @@ async fn a_call_that_hangs_ends_with_its_time() {
 }
 
 /// Nothing is left either if the reader of the output goes away, as `head` does.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn nobody_who_reads_leaves_nothing() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut suite =
@@ -106,8 +102,7 @@ async fn nobody_who_reads_leaves_nothing() {
 }
 
 /// SIGINT and SIGTERM at any time leave nothing.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_signal_at_any_time_leaves_nothing() {
     use nix::sys::signal::{Signal, kill};
     let mut rig = Rig::start(PoolKind::Xfs).await;

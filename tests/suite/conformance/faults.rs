@@ -197,14 +197,12 @@ async fn each_is_seen(table: &[(&str, &[&str])], verdict: &str, code: i32) {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn every_fault_is_seen_by_its_cases() {
     each_is_seen(FAULTS, "fail", 1).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_allowed_is_reported_and_does_not_fail() {
     each_is_seen(ALLOWED, "allowed", 0).await;
 }

@@ -85,8 +85,7 @@ async fn text(rig: &Rig, jobs: &str) -> (Vec<String>, f64) {
 }
 
 /// On a driver with many faults, of which none comes from what another case does.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn cases_at_once_find_what_they_find_one_after_another() {
     let rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "info").await;
     let (alone, took_alone) = text(&rig, "1").await;

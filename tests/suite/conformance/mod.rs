@@ -42,7 +42,7 @@ fn bare(socket: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-fn said(output: &Output) -> String {
+pub fn said(output: &Output) -> String {
     format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
@@ -73,8 +73,8 @@ async fn cases(flags: &[&str]) -> BTreeSet<String> {
     list.iter().map(|case| case["name"].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Checks that the driver has no object of the suite.
-async fn assert_empty(rig: &mut Rig) {
+/// Checks that the driver has no object.
+pub async fn assert_empty(rig: &mut Rig) {
     let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
     let left = volumes.expect("ListVolumes").into_inner().entries;
     assert!(left.is_empty(), "volumes are left: {left:?}");
@@ -124,33 +124,20 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn ours_conforms_on_every_pool_with_extents(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn ours_conforms_on_every_pool_with_extents(pool: PoolKind) {
     conforms(pool, &["--block-metadata-type", "variable"], &[]).await;
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn ours_conforms_on_every_pool_with_fixed_blocks(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn ours_conforms_on_every_pool_with_fixed_blocks(pool: PoolKind) {
     conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
 }
 
 /// Two snapshots with a million changes between them, which needs a large volume: `make conformance-many`.
-#[rstest::rstest]
-#[test_with::root]
+#[apply(every_pool)]
 #[ignore = "it takes 12 GB of disk and minutes"]
-#[tokio::test(flavor = "multi_thread")]
-async fn ours_conforms_with_a_million_ranges(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-    #[values("variable", "fixed")] style: &str,
-) {
+async fn ours_conforms_with_a_million_ranges(pool: PoolKind, #[values("variable", "fixed")] style: &str) {
     let mut rig =
         Rig::start_with(pool, &["--block-metadata-type", style, "--max-volume-size", "16Gi"], "info").await;
     let mut command = bare(&rig.socket(), &["--focus", "^(allocated|delta)-many$", "--volume-size", "8Gi"]);
@@ -172,16 +159,14 @@ async fn ours_conforms_with_a_million_ranges(
 }
 
 /// The blocks are larger than the suite's writes, and the controller attaches volumes.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn ours_conforms_with_large_blocks_and_attachments() {
     let parameters = ["--parameter", "blockSize=64Ki", "--snapshot-parameter", "blockMetadataType=fixed"];
     conforms(PoolKind::Xfs, &["--enable-attach", "--block-metadata-type", "fixed"], &parameters).await;
 }
 
 /// The blocks are so large that all writes are in one extent. There is little to compare, and no fault.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn ours_conforms_with_blocks_larger_than_the_writes_are_apart() {
     conforms(PoolKind::Xfs, &[], &["--parameter", "blockSize=4Mi"]).await;
 }

@@ -5,8 +5,7 @@ use testkit::lab::Lab;
 use testkit::{PoolKind, Rig};
 
 /// The proxy adds no fault of its own, and secrets are sent with the right calls.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("secrets.sock");
@@ -38,8 +37,7 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
 }
 
 /// A call that is answered with ABORTED is repeated, and a snapshot may take long until it is ready.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_that_puts_calls_off_is_asked_again() {
     let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
     let cases = ["delta-complete", "expanded-delta", "source-deleted"];
@@ -50,8 +48,7 @@ async fn a_driver_that_puts_calls_off_is_asked_again() {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, _) = run_broken(&rig, "expansion-not-claimed", &["expanded-.*"], "60").await;
@@ -64,8 +61,7 @@ async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn focus_skip_junit_and_text() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let junit = rig.dir.path().join("junit.xml");
@@ -101,8 +97,7 @@ async fn focus_skip_junit_and_text() {
 }
 
 /// `--level`, the summary line, and the comparison with an earlier run on a broken driver.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_level_a_summary_and_a_comparison() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let focus = ["--focus", "^(service-claimed|delta-(order|same-snapshot))$"];
@@ -142,8 +137,7 @@ async fn a_level_a_summary_and_a_comparison() {
 }
 
 /// The driver violates only a SHOULD. Each level runs its own cases, and together they run all.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn each_level_runs_its_own_cases() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("broken.sock");
@@ -180,8 +174,7 @@ async fn each_level_runs_its_own_cases() {
 }
 
 /// The effect of a fault on a deadline shows only inside a stream. If the driver has finished the stream, nothing is proved.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_that_the_driver_outran_is_not_shown() {
     let rig = Rig::start(PoolKind::Xfs).await;
     // The answer is one tuple in one message, so a cut cannot fall inside the stream.
@@ -205,8 +198,7 @@ const MEANWHILE: [&str; 5] = [
 ];
 
 /// If the stream was over before the other work began, its result proves nothing.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, report) = run_broken(&rig, "read-ahead:size=1Gi", &MEANWHILE, "180").await;
@@ -219,8 +211,7 @@ async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown() {
 
 /// Incident: on a busy machine the driver was held up while a stream was handed over. A deadline cut it then, as if it waited for its
 /// reader, and the case passed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_stream_that_is_held_up_once_is_not_taken_for_one_that_waits() {
     let rig = Rig::start(PoolKind::Xfs).await;
     // Of the calls of this case those with the first deadline, in the shortest stream and in longer ones.
@@ -234,8 +225,7 @@ async fn a_stream_that_is_held_up_once_is_not_taken_for_one_that_waits() {
 }
 
 /// The streams are longer than what drivers usually buffer, so buffering cannot hide a fault.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_that_reads_ahead_hides_nothing() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, report) = run_broken(&rig, "read-ahead", &MEANWHILE, "180").await;
@@ -253,8 +243,7 @@ async fn a_driver_that_reads_ahead_hides_nothing() {
 }
 
 /// In a cluster the node plugin and the controller plugin are different processes.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn controller_and_node_may_have_sockets_of_their_own() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let controller = rig.dir.path().join("controller.sock");
@@ -271,8 +260,7 @@ async fn controller_and_node_may_have_sockets_of_their_own() {
 }
 
 /// A driver without the service is not tested.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_without_the_service_is_not_run() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("without.sock");
@@ -288,8 +276,7 @@ async fn a_driver_without_the_service_is_not_run() {
 }
 
 /// What every case needs is refused: that is no finding about the driver's streams, and one line says it.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_set_up_that_is_refused_ends_the_run() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     for (flags, part) in [
@@ -308,8 +295,7 @@ async fn a_set_up_that_is_refused_ends_the_run() {
 
 /// A driver that lists a thousand tuples at most: that is the fault of those cases alone that ask for all. The end of the text
 /// says once more what failed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_disturbed_stream_is_compared_with_an_undisturbed_one() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("capped.sock");
@@ -334,8 +320,7 @@ async fn a_disturbed_stream_is_compared_with_an_undisturbed_one() {
 }
 
 /// A driver of Block volumes alone lacks nothing that the service is about.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_without_filesystems_shows_nothing_about_them() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, report) =

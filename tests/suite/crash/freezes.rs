@@ -27,8 +27,7 @@ async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
 
 /// On a slow device the freeze itself takes longer than the limit. The watchdog finds nothing to thaw yet, so the call
 /// thaws, and fails because the copy may be inconsistent.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
@@ -51,8 +50,7 @@ async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
 
 /// A copy of a frozen filesystem is still running when the driver has drained. The copy is left behind, and the filesystem
 /// is thawed before the process ends, since its watchdog ends with the process.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
@@ -87,8 +85,7 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
 }
 
 /// Another program thaws the filesystem while it is copied. The copy may be inconsistent, so the call fails.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_freeze_that_somebody_else_undoes_is_reported() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;

@@ -157,11 +157,9 @@ fn is_locked(point: &Point) -> bool {
 /// writes hashes, then removes their blocks from `pending`, then replaces `changed`. A deletion frees data and merges
 /// `changed` into the next map. So hashing is held before each kind of step on each file in turn; meanwhile a stream begins
 /// and both snapshots are deleted. Then hashing continues, and only after that the stream is read. It must be exact.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::btrfs_with_a_hashed_base(PoolKind::Btrfs, true)]
 #[case::xfs_with_nothing_hashed(PoolKind::Xfs, false)]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
     #[case] pool: PoolKind,
     #[case] base_is_hashed: bool,
@@ -207,11 +205,9 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
 
 /// The reverse: a deletion is held before each kind of its steps on each file, while a stream is half read and hashing is
 /// running. A writer to another volume slows hashing down.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::btrfs_with_a_hashed_base(PoolKind::Btrfs, true, 1)]
 #[case::xfs_with_nothing_hashed(PoolKind::Xfs, false, 2)]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashing(
     #[case] pool: PoolKind,
     #[case] base_is_hashed: bool,

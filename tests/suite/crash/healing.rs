@@ -9,19 +9,16 @@ use proto::GetMetadataAllocatedRequest;
 use tonic::Request;
 
 use crate::faults::{is_hashed, live, until};
-use testkit::content::{Content, blocks_of};
+use testkit::content::blocks_of;
 use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
 /// Neither map existed any more.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
     let mut rig = Rig::start(PoolKind::Dir).await;
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 10, 100, 1);
+    let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let map = rig.pool_dir().join("snapshots").join(&snapshot).join("allocated.map");
     let mut orders = Orders::new(rig.dir.path());
@@ -49,19 +46,15 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
         }
     }
     assert!(failed > 3, "only {failed} steps failed");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: a map was made again while the volume's history was locked, and continued even if the client was gone. On a
 /// large volume every snapshot and deletion waited for it.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 10, 100, 1);
+    let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let dir = live(&rig, &snapshot);
     until("hashed", || is_hashed(&dir)).await;
@@ -86,18 +79,14 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own()
     orders.withdraw();
     let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A map that is wrong is replaced by the hashing thread, one that is damaged by the call that needs it: one after the other.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 10, 100, 1);
+    let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let dir = live(&rig, &snapshot);
     until("hashed", || is_hashed(&dir)).await;
@@ -137,6 +126,5 @@ async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it() {
     let list = asking.await.expect("join").expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
     orders.withdraw();
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

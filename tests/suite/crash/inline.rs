@@ -11,8 +11,7 @@ use testkit::{PoolKind, Rig, names};
 /// The incident: the driver was killed while it made the filesystem of an inline volume, the retry failed with a final code,
 /// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and
 /// the loop device stayed for ever.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut orders = Orders::new(rig.dir.path());

@@ -122,20 +122,17 @@ fn count() -> usize {
     asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * cases().len())
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_leaves_every_object_whole_or_absent_on_dir() {
     rounds(PoolKind::Dir, count()).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_leaves_every_object_whole_or_absent_on_xfs() {
     rounds(PoolKind::Xfs, count()).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_leaves_every_object_whole_or_absent_on_btrfs() {
     rounds(PoolKind::Btrfs, count()).await;
 }

@@ -9,8 +9,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 /// The incident: a deletion moved the files of a snapshot, and the sync after that took long. Until its end the index had the
 /// old path. Meanwhile a delta from that base was `NOT_FOUND`, and a new snapshot found no parent, hashed everything and
 /// lost its link to the snapshot before.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
@@ -45,15 +44,13 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     let newest = rig.pool_dir().join("snapshots").join(&taken[3].0).join("changed.map");
     let relation = MapFile::open(&newest).expect("open").header().relative_to.clone();
     assert_eq!(relation.expect("a link").snapshot.as_str(), taken[2].0);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// The incident: two volumes, each with a member of a deleted group, were deleted at the same time. The first deletion had
 /// renamed its member and its sync took long. The second removed the last member, and so the group's directory, which the
 /// first could then not sync. The first failed and left its member half removed until the next start.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn members_of_a_deleted_group_leave_one_by_one() {
     // On this pool snapshots are hashed when they are taken, so only the calls move their files.
     let mut rig = Rig::start(PoolKind::Dir).await;

@@ -1,13 +1,12 @@
 //! A thread whose work nobody else does panics.
 
-use crate::faults::{is_hashed, live, until};
+use crate::faults::{hashed, live, until};
 use testkit::content::{Content, blocks_of};
 use testkit::orders::Orders;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
@@ -17,10 +16,7 @@ async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_it
     let mut after = before.clone();
     after.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let mut orders = Orders::new(rig.dir.path());
     orders.panic(1, "hashing");
     let pid = rig.pid();
@@ -39,6 +35,5 @@ async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_it
     until("the bytes are freed", || !dir.bytes().exists()).await;
     let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

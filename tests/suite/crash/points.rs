@@ -285,56 +285,47 @@ async fn errors(pool: PoolKind) {
     all_series(pool, "error-points", &ERRORS.map(|(errno, _)| Cut::Error(errno))).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_before_any_step_loses_nothing_on_dir() {
     kills(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_before_any_step_loses_nothing_on_xfs() {
     kills(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_before_any_step_loses_nothing_on_btrfs() {
     kills(PoolKind::Btrfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_dir() {
     kills_on_full_pool(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_xfs() {
     kills_on_full_pool(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_btrfs() {
     kills_on_full_pool(PoolKind::Btrfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_failing_step_leaves_nothing_half_made_on_dir() {
     errors(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_failing_step_leaves_nothing_half_made_on_xfs() {
     errors(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_failing_step_leaves_nothing_half_made_on_btrfs() {
     errors(PoolKind::Btrfs).await;
 }

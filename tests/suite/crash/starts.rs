@@ -43,12 +43,8 @@ fn ended_as_wanted(cut: Cut, ended: ExitStatus) -> bool {
 }
 
 /// If a first start is interrupted, the next one completes it, with a pool that can hold volumes.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_first_start_that_is_cut_is_taken_up_by_the_next(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_first_start_that_is_cut_is_taken_up_by_the_next(pool: PoolKind) {
     let mut tally = Tally::new("first-start", pool);
     for (series, cut) in CUTS.into_iter().enumerate() {
         let Stride { first, step } = Stride::of(pool, series, 2);
@@ -171,12 +167,8 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
     assert!(mount::mounted_at(&target).expect("mounts").is_some());
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: PoolKind) {
     let mut tally = Tally::new("recovering-start", pool);
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
     let mut scene = Scene::make(&mut rig).await;
@@ -232,12 +224,8 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
     rig.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(pool: PoolKind) {
     let mut tally = Tally::new("stop", pool);
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
     let mut scene = Scene::make(&mut rig).await;
@@ -273,12 +261,8 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
 }
 
 /// Hashing is interrupted. Whether its hashes count yet or not, deltas are exact, and the next start does the rest.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(pool: PoolKind) {
     let mut tally = Tally::new("hashing", pool);
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
     let mut scene = Scene::make(&mut rig).await;

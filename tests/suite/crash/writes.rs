@@ -47,18 +47,15 @@ async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
     let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
     let is_set = Flag::Synchronous.is_set(&File::open(&copy).expect("open"), &copy);
     assert!(!is_set.expect("attributes"), "the copy is synchronous");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_killed_copy_leaves_no_synchronous_volume() {
     killed_at_every_step(Rig::start(PoolKind::Btrfs).await, 2).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_killed_copy_in_place_leaves_direct_io_as_it_was() {
     let disk = Disk::new("btrfs", &["-q"], 1 << 30);
     killed_at_every_step(disk.rig(PoolKind::Btrfs, &[]).await, 4).await;

@@ -12,8 +12,8 @@ use csi_client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, health, is_hashed, listed, live,
-    node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
+    listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
@@ -89,10 +89,7 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     // After this the volume shares no block with a snapshot.
     let mut now = after.clone();
     now.write(&device, 0, 400, fill + 2);
-    for id in [&base, &target] {
-        let dir = live(rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(rig, &[&base, &target]).await;
     let changed = live(rig, &target).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     Line { volume, device, now, fill, base: (base, before), target: (target, after) }
@@ -222,14 +219,12 @@ async fn a_bad_block(pool: PoolKind) {
     disk.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_costs_what_lies_on_it_on_dir() {
     a_bad_block(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
     a_bad_block(PoolKind::Xfs).await;
 }
@@ -310,19 +305,16 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     assert_eq!(unwell(&rig, 0).await, []);
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     disk.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_in_a_volume_is_not_copied_in_silence_on_dir() {
     a_snapshot_of_a_bad_block(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() {
     a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
 }
@@ -399,14 +391,12 @@ async fn a_cut_image(pool: PoolKind) {
     rig.kill();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_image_gives_the_truth_or_an_error_on_xfs() {
     a_cut_image(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_image_gives_the_truth_or_an_error_on_btrfs() {
     a_cut_image(PoolKind::Btrfs).await;
 }

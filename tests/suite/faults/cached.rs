@@ -86,30 +86,25 @@ async fn by_parameter(pool: PoolKind) {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cached_device_on_a_full_pool_loses_nothing_on_dir() {
     by_parameter(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cached_device_on_a_full_pool_loses_nothing_on_xfs() {
     by_parameter(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cached_device_on_a_full_pool_loses_nothing_on_btrfs() {
     by_parameter(PoolKind::Btrfs).await;
 }
 
 /// tmpfs accepts direct I/O, but uses its cache for it.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::dir(PoolKind::Dir, "128m")]
 #[case::xfs(PoolKind::Xfs, "200m")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_device_on_a_full_tmpfs_loses_nothing(#[case] pool: PoolKind, #[case] size: &str) {
     let disk = Disk::in_memory_of("tmpfs", size);
     let mut rig = disk.rig(pool, &["--pool-size", "400Mi"]).await;

@@ -73,12 +73,8 @@ fn now() -> i64 {
     since.as_secs() as i64
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn snapshots_are_in_order_whatever_the_clock_says(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
     let (clock, mut rig) = Clock::start(pool, &[]).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut content = Content::default();
@@ -107,8 +103,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(
             assert_eq!(code(rig.client.delta(target, base, 0, 0).await), Code::InvalidArgument);
         }
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 async fn restart(rig: &mut Rig) {
@@ -121,8 +116,7 @@ fn is_kept(rig: &Rig, snapshot: &str) -> bool {
     rig.retained().iter().any(|id| id == snapshot)
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
     let (clock, mut rig) = Clock::start(PoolKind::Dir, &["--retain-deleted", "8:1h"]).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -151,13 +145,11 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
     until("all go when the hour is over", || taken.iter().all(|(id, _)| !is_kept(&rig, id))).await;
     let list = rig.client.allocated(&last.0, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), last.1.allocated(BLOCK));
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// A snapshot that was deleted while the clock was ahead is not kept until the clock reaches that time.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
     let (clock, mut rig) = Clock::start(PoolKind::Dir, &["--retain-deleted", "8:2s"]).await;
     let (volume, _) = rig.block_volume("volume", 16 * MIB).await;
@@ -172,6 +164,5 @@ async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
     // Every change of the volume's line applies the retention.
     rig.snapshot("third", &volume).await;
     assert!(!is_kept(&rig, &first), "it is kept for ten years");
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

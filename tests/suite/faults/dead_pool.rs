@@ -29,9 +29,7 @@ struct Scene {
 async fn shut_down() -> Scene {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
-    let (raw, device) = rig.block_volume("raw", 16 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 5, 200, 1);
+    let (raw, _, content) = rig.written_volume("raw", 16 * MIB, (5, 200, 1)).await;
     let base = rig.snapshot("base", &raw).await;
     let dir = live(&rig, &base);
     until("hashed", || is_hashed(&dir)).await;
@@ -85,8 +83,7 @@ impl Scene {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
     let scene = shut_down().await;
     for volume in [&scene.raw, &scene.files] {
@@ -99,8 +96,7 @@ async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
     scene.comes_back().await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     let mut scene = shut_down().await;
     scene.rig.kill();

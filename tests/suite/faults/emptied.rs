@@ -171,27 +171,23 @@ async fn each_way(pool: PoolKind, mib: i64) {
     ways.collect::<tokio::task::JoinSet<()>>().join_all().await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_is_emptied_on_btrfs() {
     each_way(PoolKind::Btrfs, 400).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_is_emptied_on_xfs() {
     each_way(PoolKind::Xfs, 320).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_is_emptied_on_dir() {
     each_way(PoolKind::Dir, 320).await;
 }
 
 /// From an incident: data had taken all but the first 8 MiB, which are metadata.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_btrfs_pool_of_any_size_is_emptied() {
     let sizes = [300, 1024, 3072].map(|mib| emptied(PoolKind::Btrfs, mib, Way::OneVolume, 7));
     sizes.into_iter().collect::<tokio::task::JoinSet<()>>().join_all().await;
@@ -216,8 +212,7 @@ async fn emptied_on_a_full_disk(pool: PoolKind) {
     super::pool_full::finish(rig, Some(disk));
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_pool_on_a_full_disk_is_emptied() {
     for pool in [PoolKind::Btrfs, PoolKind::Xfs] {
         emptied_on_a_full_disk(pool).await;
@@ -249,8 +244,7 @@ async fn many_at_once(pool: PoolKind) {
     super::pool_full::finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn many_are_deleted_at_once_from_a_full_pool() {
     for pool in [PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir] {
         many_at_once(pool).await;
@@ -291,8 +285,7 @@ mv fresh.img pool.img
 "#;
 
 /// A pool that an earlier version made and filled, from which nothing could be deleted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_btrfs_pool_of_an_earlier_version_is_emptied_after_an_upgrade() {
     let (_, mut rig) = small_pool_of(PoolKind::Btrfs, 300).await;
     let mut ids = Vec::new();

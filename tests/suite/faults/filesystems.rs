@@ -46,8 +46,7 @@ async fn lives(mut rig: Rig) {
 }
 
 /// Plain files on a filesystem in memory, and on an overlay, which the root of a container usually is.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn plain_files_live_on_tmpfs_and_overlay() {
     for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
         lives(disk.rig(PoolKind::Dir, &[]).await).await;
@@ -56,8 +55,7 @@ async fn plain_files_live_on_tmpfs_and_overlay() {
 }
 
 /// The filesystem that a kind node has below its data directory.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn auto_makes_an_image_on_tmpfs_and_overlay() {
     for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
         lives(disk.rig(PoolKind::Btrfs, &["--pool", "auto", "--pool-size", "1Gi"]).await).await;
@@ -67,8 +65,7 @@ async fn auto_makes_an_image_on_tmpfs_and_overlay() {
 
 /// ramfs does not report where a file has data, so all blocks of a file would count as written. The start fails with this
 /// reason.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_filesystem_that_hides_its_holes_is_refused() {
     let disk = Disk::in_memory("ramfs");
     let dir = disk.dir();
@@ -80,9 +77,7 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
 }
 
 /// A read-only filesystem.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_read_only_data_directory_is_refused(#[values(PoolKind::Dir, PoolKind::Xfs)] pool: PoolKind) {
     let disk = Disk::ext4(64 << 20);
     let dir = disk.dir();
@@ -96,8 +91,7 @@ async fn a_read_only_data_directory_is_refused(#[values(PoolKind::Dir, PoolKind:
 }
 
 /// A pool image is not made without space for a filesystem.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_disk_too_small_for_an_image_is_refused() {
     let disk = Disk::ext4(128 << 20);
     let dir = disk.dir();
@@ -109,8 +103,7 @@ async fn a_disk_too_small_for_an_image_is_refused() {
 }
 
 /// On plain files on xfs exactly the written blocks are listed as allocated.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn plain_files_on_xfs_list_what_was_written() {
     let disk = Disk::new("xfs", &["-q"], 600 << 20);
     let mut rig = disk.rig(PoolKind::Dir, &[]).await;
@@ -139,7 +132,6 @@ async fn plain_files_on_xfs_list_what_was_written() {
         );
         assert_eq!(reported, written);
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
     disk.finish();
 }

@@ -11,8 +11,8 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, health, is_hashed,
-    listed, live, probe, storage, storage_tells, tells, until, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, listed,
+    probe, storage, storage_tells, tells, verify,
 };
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, driver_command};
@@ -38,10 +38,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);
     let target = rig.snapshot("target", &volume).await;
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
 
     let ballast = Ballast::fill(&disk.mount_point);
@@ -139,20 +136,17 @@ async fn a_full_host(pool: PoolKind, end: End) {
     disk.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
     a_full_host(PoolKind::Xfs, End::ByItself).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
     a_full_host(PoolKind::Btrfs, End::InOrder).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_killed_driver_mounts_a_broken_pool_anew() {
     a_full_host(PoolKind::Btrfs, End::Killed).await;
 }

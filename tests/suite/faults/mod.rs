@@ -57,6 +57,14 @@ pub fn is_hashed(dir: &ObjectDir) -> bool {
     MapFile::open(&dir.pending()).and_then(|map| map.count()).is_ok_and(|count| count == 0)
 }
 
+/// Waits until all of these snapshots are.
+pub async fn hashed(rig: &Rig, ids: &[&String]) {
+    for id in ids {
+        let dir = live(rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+}
+
 /// The listed ids of all volumes and of all snapshots.
 pub async fn listed(rig: &Rig) -> (Vec<String>, Vec<String>) {
     let mut controller = rig.client.controller.clone();

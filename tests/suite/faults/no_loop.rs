@@ -21,8 +21,7 @@ fn within(secluded: &Secluded, command: &[&str]) {
 
 /// Without a device volumes can be made and snapshots taken. Calls that need a device fail with a clear message, leave
 /// nothing, and work as soon as there is one.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn without_a_loop_device_only_its_user_fails() {
     let dir = temp_dir();
     let _swept = SweptOnDrop(dir.path().to_owned());
@@ -76,9 +75,7 @@ fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
 
 /// A machine or container without loop devices cannot have a pool in an image. The start fails with this reason and leaves
 /// nothing half-made, and a start with loop devices works.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_pool_image_without_loop_devices_is_refused(
     #[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind,
 ) {
@@ -98,8 +95,7 @@ async fn a_pool_image_without_loop_devices_is_refused(
 }
 
 /// The static `/dev` of a container has no node for a new device, and none can be made there.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_dev_without_nodes_is_reported() {
     const NO_NODES: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9

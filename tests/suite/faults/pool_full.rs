@@ -8,8 +8,8 @@ use csi_client::{Error, block_capability, from_snapshot, from_volume, mount_capa
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, health, is_hashed, listed, live,
-    node_health, probe, storage, storage_tells, tells, until, unwell, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, listed,
+    live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
@@ -98,10 +98,7 @@ async fn a_full_pool(pool: PoolKind) {
     let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
     std::fs::write(root.join("file"), "here").expect("write");
     rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
     assert_eq!(health(&rig, &volume).await, []);
 
@@ -190,20 +187,17 @@ async fn a_full_pool(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_says_so_and_works_again_on_dir() {
     a_full_pool(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_says_so_and_works_again_on_xfs() {
     a_full_pool(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_full_pool_says_so_and_works_again_on_btrfs() {
     a_full_pool(PoolKind::Btrfs).await;
 }
@@ -254,27 +248,23 @@ async fn the_way_out(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn deletion_is_the_way_out_of_a_full_pool_on_dir() {
     the_way_out(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn deletion_is_the_way_out_of_a_full_pool_on_xfs() {
     the_way_out(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
     the_way_out(PoolKind::Btrfs).await;
 }
 
 /// A volume can be detached on a full pool. Only then can it be deleted.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     let disk = Disk::ext4(320 << 20);
     let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
@@ -329,10 +319,7 @@ async fn hashing_without_room(pool: PoolKind) {
     let target = rig.snapshot("target", &volume).await;
     let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed, once there is room", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
     verify(&rig);
@@ -340,14 +327,12 @@ async fn hashing_without_room(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn hashing_waits_for_room_on_xfs() {
     hashing_without_room(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn hashing_waits_for_room_on_btrfs() {
     hashing_without_room(PoolKind::Btrfs).await;
 }

@@ -49,11 +49,9 @@ fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
 
 /// If the mkfs for a pool image is missing or fails, the start fails with the reason, and leaves nothing that the next start
 /// would take for a pool.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::xfs(PoolKind::Xfs, "mkfs.xfs", "xfsprogs")]
 #[case::btrfs(PoolKind::Btrfs, "mkfs.btrfs", "btrfs-progs")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_pool_without_its_mkfs_is_refused(
     #[case] pool: PoolKind,
     #[case] mkfs: &str,
@@ -77,11 +75,9 @@ async fn a_pool_without_its_mkfs_is_refused(
 }
 
 /// `auto` falls back to an xfs image, then to plain files, and logs the reason.
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case::xfs("mkfs.btrfs", PoolKind::Xfs)]
 #[case::dir("mkfs.", PoolKind::Dir)]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn auto_makes_do_with_the_programs_there_are(#[case] missing: &str, #[case] pool: PoolKind) {
     let dir = temp_dir();
     let path = path_without(dir.path(), missing);
@@ -95,9 +91,7 @@ async fn auto_makes_do_with_the_programs_there_are(#[case] missing: &str, #[case
 
 /// If the mkfs of a volume is missing or dies midway, staging fails, and the error says what to do. When the program works
 /// the volume is formatted, and what the dead mkfs wrote is not taken for data of the user.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let dir = temp_dir();
     let bin = path_without(dir.path(), "mkfs.");
@@ -127,8 +121,7 @@ async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrf
 }
 
 /// A program that the driver started ends with the driver, since the next start formats the same device.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn no_mkfs_outlives_the_driver() {
     let dir = temp_dir();
     let bin = path_without(dir.path(), "mkfs.ext4");

@@ -8,8 +8,8 @@ use deltapath::sys::mount;
 use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, health, is_hashed, listed, live, node_health,
-    probe, storage, storage_tells, tells, until, unwell, verify,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, listed, node_health, probe,
+    storage, storage_tells, tells, unwell, verify,
 };
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
@@ -58,10 +58,7 @@ async fn a_read_only_pool(pool: PoolKind) {
     after.write(&device, 300, 50, 2);
     let target = rig.snapshot("target", &volume).await;
     rig.detach(&volume).await;
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
     assert!(mount::mounted_at(&place).expect("mounts").is_some());
 
@@ -124,20 +121,17 @@ async fn a_read_only_pool(pool: PoolKind) {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_read_only_pool_is_read_and_nothing_else_on_dir() {
     a_read_only_pool(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_read_only_pool_is_read_and_nothing_else_on_xfs() {
     a_read_only_pool(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_read_only_pool_is_read_and_nothing_else_on_btrfs() {
     a_read_only_pool(PoolKind::Btrfs).await;
 }
@@ -160,8 +154,7 @@ async fn takes_no_write(rig: &Rig, volume: &str, why: &str) {
 }
 
 /// The pool's directory was made immutable, on a healthy filesystem.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_pool_that_refuses_writes_is_reported() {
     let disk = Disk::ext4(320 << 20);
     let mut rig = disk.rig(PoolKind::Dir, &[]).await;
@@ -180,8 +173,7 @@ async fn a_pool_that_refuses_writes_is_reported() {
 }
 
 /// The pool is mounted and healthy, but the file of its image cannot be checked.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_pool_whose_image_does_not_answer_is_reported() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let request = new_volume("volume", 4 * MIB, block_capability());

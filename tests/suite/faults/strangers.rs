@@ -58,9 +58,7 @@ async fn everything_works(rig: &mut Rig) {
     tokio::time::timeout(Duration::from_secs(60), work).await.expect("the calls hang");
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_dead_loop_device_of_somebodys_stops_nobody(
     #[values(PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
@@ -77,8 +75,7 @@ async fn a_dead_loop_device_of_somebodys_stops_nobody(
 }
 
 /// The dead device is mounted. mkfs.btrfs looks up the file of each mounted loop device, and a dead one has none.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     let disk = Disk::new("xfs", &["-q"], 320 << 20);
     let place = temp_dir();
@@ -208,8 +205,7 @@ impl Filesystem for Quiet {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_silent_loop_device_of_somebodys_stops_nobody() {
     let silent = Silent::start();
     let attach = |name: &str| LoopDevice::attach(&silent.file(name), Access::ReadOnly).expect("attach");
@@ -226,8 +222,7 @@ async fn a_silent_loop_device_of_somebodys_stops_nobody() {
 
 /// The incident: a program had set a loop device to "write through", and the device number keeps that setting. The next
 /// device with this number sends no flush, and a power cut loses synced data.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
     /// Sets all free loop devices to "write through", and back when dropped.
     struct WriteThrough(Vec<PathBuf>);
@@ -252,6 +247,5 @@ async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
     let seen = std::fs::read_to_string(format!("/sys/dev/block/{number}/queue/write_cache")).expect("read");
     assert_eq!(seen.trim(), "write back");
     drop(reported);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

@@ -16,12 +16,8 @@ fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
     refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &endpoint, "--data-dir"]).arg(data_dir))
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_data_directory_is_one_by_any_path(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
     let devices = devices_below(rig.dir.path()).expect("devices").len();
@@ -41,14 +37,11 @@ async fn a_data_directory_is_one_by_any_path(
     std::fs::remove_dir(&staging).expect("remove");
     mount::unmount(&bind).expect("unmount");
     rig.snapshot("the first goes on", &volume).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
 /// One image with two names, in two data directories.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
@@ -68,6 +61,5 @@ async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] p
     let request = new_volume("the first goes on", MIB, block_capability());
     rig.client.create_volume(request).await.expect("create");
     rig.snapshot("the first goes on", &volume).await;
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

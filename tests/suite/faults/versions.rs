@@ -10,7 +10,7 @@ use deltapath::sys::slots;
 use files::durable;
 use tonic::Code;
 
-use super::{Trouble, health, is_hashed, listed, live, tells, until};
+use super::{Trouble, hashed, health, listed, live, tells};
 use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
@@ -80,12 +80,8 @@ fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert!(!text.contains("remove"), "it is good data: {text}");
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_data_directory_of_another_version_is_not_touched(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_data_directory_of_another_version_is_not_touched(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
     assert!(rig.terminate().success());
@@ -110,8 +106,7 @@ async fn a_data_directory_of_another_version_is_not_touched(
     rig.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn records_of_a_later_version_are_withheld_and_not_touched() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
@@ -183,16 +178,11 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     assert!(missing.is_empty(), "{missing:?}\n{}", rig.log());
     let delta = rig.client.delta(&target, &beside, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), [40, 41, 42]);
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(
-    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut before = Content::default();
@@ -201,10 +191,7 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(
     let mut after = before.clone();
     after.write(&device, 20, 5, 2);
     let target = rig.snapshot("target", &volume).await;
-    for id in [&base, &target] {
-        let dir = live(&rig, id);
-        until("hashed", || is_hashed(&dir)).await;
-    }
+    hashed(&rig, &[&base, &target]).await;
     let dir = live(&rig, &target);
     for (number, path) in [dir.allocated(), dir.changed(), dir.pending()].into_iter().enumerate() {
         let sound = later_map(&path);
@@ -232,6 +219,5 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(
         let delta = rig.client.delta(&base, &target, 0, 0).await.expect("after the upgrade");
         assert_eq!(blocks_of(&delta, BLOCK), (20..25).collect::<Vec<u64>>());
     }
-    rig.detach(&volume).await;
-    rig.finish();
+    rig.detach_and_finish(&volume).await;
 }

@@ -116,6 +116,7 @@ pub fn segment(bytes: &[u8]) {
 }
 
 #[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "writes seeds into the tree")]
 mod tests {
     use super::super::Kind;
     use super::super::pack::{Compressor, OpenPack, Spare};

@@ -54,9 +54,10 @@ use lock::{Lock, Lost, Wanted};
 use pack::{PackRef, Row};
 use read::Parts;
 pub use read::{Piece, pieces};
-pub use segment::{BLOCK, Extent, SEGMENT, SEGMENT_BLOCKS, Segment};
+pub use segment::{Extent, SEGMENT, SEGMENT_BLOCKS, Segment};
 use store::Store;
 
+pub use crate::block::BLOCK;
 use crate::device::Identity;
 use crate::error::{Error, Result};
 

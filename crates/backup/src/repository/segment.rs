@@ -6,10 +6,9 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::pack::{self, PackRef, Packs};
+use crate::block::BLOCK;
 use crate::error::{Error, Result};
 
-/// The unit of all positions. What a driver lists is rounded out to it.
-pub const BLOCK: u64 = 4096;
 /// Blocks in a segment: 128 MiB. An incremental backup writes the maps of the segments in which something changed, some
 /// 16 KiB each, and names the others, one row each in its index.
 pub const SEGMENT_BLOCKS: u32 = 32768;

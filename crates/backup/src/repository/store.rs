@@ -22,9 +22,9 @@ use tokio::runtime::Handle;
 use tokio::time::timeout;
 
 use super::patience::{self, BySize};
+use crate::block::BLOCK;
 use crate::device::{Device, Target};
 use crate::error::{Error, Result};
-use crate::repository::BLOCK;
 use crate::wait::{unless, wait};
 
 /// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would

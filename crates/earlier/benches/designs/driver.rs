@@ -1,17 +1,11 @@
 //! A CSI driver whose deltas are as long as their handle says, and cost nothing to find: every second block of a volume.
 
 use std::path::Path;
-use std::pin::Pin;
 
-use futures_util::{Stream, StreamExt, stream};
-use proto::identity_server::IdentityServer;
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use futures_util::{StreamExt, stream};
 use proto::*;
-use testkit::plugin::Plugin;
-use tokio::net::UnixListener;
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::transport::Server;
-use tonic::{Request, Response, Status, async_trait};
+use testkit::plugin::{self, Asked, Metadata};
+use tonic::Status;
 
 /// In bytes.
 pub const BLOCK: u64 = 4096;
@@ -30,68 +24,26 @@ pub fn offset(number: u64) -> u64 {
 
 /// Serves until its process ends.
 pub async fn serve(name: &str, socket: &Path) {
-    let listener = UnixListenerStream::new(UnixListener::bind(socket).expect("bind"));
-    Server::builder()
-        .add_service(IdentityServer::new(Plugin { name: name.to_owned() }))
-        .add_service(SnapshotMetadataServer::new(Metadata))
-        .serve_with_incoming(listener)
-        .await
-        .expect("serve");
+    let answer = |Asked { request, .. }: Asked| std::future::ready(messages(&request));
+    plugin::serve(name, socket, Some(Metadata(answer))).await;
 }
-
-struct Metadata;
-
-type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
 
 /// The messages of a stream: each is made when it is sent. One without tuples, where there are none.
-fn messages(
-    target: &str,
-    from: i64,
-    max_results: i32,
-) -> Result<impl Stream<Item = GetMetadataDeltaResponse> + Send + use<>, Status> {
+fn messages(request: &GetMetadataDeltaRequest) -> plugin::Answer {
+    let GetMetadataDeltaRequest { target_snapshot_id: target, starting_offset, max_results, .. } = request;
     let blocks = target.strip_prefix("target-").and_then(|digits| digits.parse::<u64>().ok());
     let blocks = blocks.ok_or_else(|| Status::not_found(format!("snapshot {target} does not exist")))?;
-    let first = (from as u64 / BLOCK).div_ceil(2).min(blocks);
-    let length = if max_results == 0 { MESSAGE } else { (max_results as u64).min(MESSAGE) };
+    let first = (*starting_offset as u64 / BLOCK).div_ceil(2).min(blocks);
+    let length = if *max_results == 0 { MESSAGE } else { (*max_results as u64).min(MESSAGE) };
     let begins = (first..blocks.max(first + 1)).step_by(length as usize);
-    Ok(stream::iter(begins.map(move |begin| {
-        GetMetadataDeltaResponse {
+    let message = move |begin: u64| {
+        let tuple =
+            |number: u64| BlockMetadata { byte_offset: offset(number) as i64, size_bytes: BLOCK as i64 };
+        Ok(GetMetadataAllocatedResponse {
             block_metadata_type: BlockMetadataType::FixedLength.into(),
             volume_capacity_bytes: offset(blocks) as i64,
-            block_metadata: (begin..(begin + length).min(blocks))
-                .map(|number| BlockMetadata { byte_offset: offset(number) as i64, size_bytes: BLOCK as i64 })
-                .collect(),
-        }
-    })))
-}
-
-#[async_trait]
-impl SnapshotMetadata for Metadata {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        request: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let request = request.into_inner();
-        let messages = messages(&request.snapshot_id, request.starting_offset, request.max_results)?;
-        let messages = messages.map(|message| {
-            Ok(GetMetadataAllocatedResponse {
-                block_metadata_type: message.block_metadata_type,
-                volume_capacity_bytes: message.volume_capacity_bytes,
-                block_metadata: message.block_metadata,
-            })
-        });
-        Ok(Response::new(messages.boxed()))
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        request: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let request = request.into_inner();
-        let messages = messages(&request.target_snapshot_id, request.starting_offset, request.max_results)?;
-        Ok(Response::new(messages.map(Ok).boxed()))
-    }
+            block_metadata: (begin..(begin + length).min(blocks)).map(tuple).collect(),
+        })
+    };
+    Ok(stream::iter(begins.map(message)).boxed())
 }

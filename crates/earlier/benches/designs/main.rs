@@ -27,9 +27,9 @@ use testkit::api_server::ApiServer;
 use testkit::bench::Process;
 use testkit::earlier::aggregation::object;
 use testkit::earlier::world::{World, https, trusting};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Endpoint, Uri};
 
 use cost::Watched;
 use driver::{BLOCK, handle, offset};
@@ -193,7 +193,7 @@ impl Stage<'_> {
     }
 
     async fn driver(&self, target: String, told: &mut Told) -> u64 {
-        let mut client = SnapshotMetadataClient::new(channel_to(&self.driver_socket).await);
+        let mut client = SnapshotMetadataClient::new(testkit::channel(&self.driver_socket).await);
         let request = GetMetadataDeltaRequest {
             base_snapshot_id: "base".into(),
             target_snapshot_id: target,
@@ -284,7 +284,7 @@ impl Stage<'_> {
     }
 
     async fn call(&self, target: String, told: &mut Told) -> u64 {
-        let mut client = DifferentialSnapshotClient::new(channel_to(&self.call_socket).await);
+        let mut client = DifferentialSnapshotClient::new(testkit::channel(&self.call_socket).await);
         let (mut start_offset, mut calls) = (String::new(), 0);
         loop {
             let request = DifferentialSnapshotRequest {
@@ -361,13 +361,4 @@ async fn answer(request: reqwest::RequestBuilder, code: u16) -> Value {
     let body = answer.bytes().await.expect("a body");
     assert_eq!(found.as_u16(), code, "{}", String::from_utf8_lossy(&body));
     serde_json::from_slice(&body).expect("JSON")
-}
-
-async fn channel_to(socket: &Path) -> Channel {
-    let socket = socket.to_owned();
-    let connector = tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-    });
-    Endpoint::from_static("http://localhost").connect_with_connector(connector).await.expect("connect")
 }

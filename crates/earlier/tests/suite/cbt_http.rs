@@ -10,7 +10,6 @@ use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use rcgen::KeyPair;
 use serde_json::{Value, json};
-use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 use tonic::Code;
 use tonic::transport::Channel;
@@ -208,13 +207,7 @@ pub async fn pages_are_for_the_aggregated_server_alone(world: World) {
 }
 
 async fn grpc(program: &Program) -> SnapshotDeltasClient<Channel> {
-    let socket = program.socket.clone();
-    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
-        let socket = socket.clone();
-        async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
-    });
-    let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
-    SnapshotDeltasClient::new(endpoint.connect_with_connector(connector).await.expect("connect"))
+    SnapshotDeltasClient::new(testkit::channel(&program.socket).await)
 }
 
 pub async fn the_call_lists_deltas_as_the_design_says(world: World) {
@@ -263,9 +256,7 @@ pub async fn the_call_lists_deltas_as_the_design_says(world: World) {
 
 pub async fn data_is_given_for_good_tokens_alone(mut world: World) {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device) = rig.block_volume("data", 16 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 100, 4, 1);
+    let (volume, device, mut content) = rig.written_volume("data", 16 * MIB, (100, 4, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 101, 1, 2);
     content.write(&device, 200, 3, 3);

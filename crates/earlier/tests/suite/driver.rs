@@ -3,18 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 
-use futures_util::{Stream, stream};
-use proto::identity_server::IdentityServer;
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use futures_util::{StreamExt, stream};
 use proto::*;
-use testkit::plugin::Plugin;
-use tokio::net::UnixListener;
-use tokio::runtime::Runtime;
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::{Request, Response, Status, async_trait};
+use testkit::plugin::{Asked, Metadata, Served};
+use tonic::Status;
 
 /// A volume's snapshots.
 #[derive(Clone)]
@@ -105,8 +99,7 @@ pub struct Driver {
     pub asked: Arc<Mutex<(Vec<i64>, Vec<i64>)>>,
     /// What came as secrets with deltas.
     pub secrets: Arc<Mutex<Vec<(String, String)>>>,
-    /// Its own, so that its connections end with it, as those of a process do.
-    runtime: Option<Runtime>,
+    _served: Served,
 }
 
 impl Driver {
@@ -116,51 +109,36 @@ impl Driver {
 
     /// Without its SnapshotMetadata service where there is no volume.
     pub fn start_with(name: &str, socket: &Path, volume: Option<Volume>) -> Self {
-        let _ = std::fs::remove_file(socket);
-        let empty = Volume {
-            style: BlockMetadataType::FixedLength,
-            block: 512,
-            blocks: 1,
-            snapshots: BTreeMap::new(),
-        };
-        let (has_metadata, asked) = (volume.is_some(), Arc::default());
+        let asked: Arc<Mutex<(Vec<_>, Vec<_>)>> = Arc::default();
         let secrets: Arc<Mutex<Vec<_>>> = Arc::default();
-        let volume = Arc::new(Mutex::new(volume.unwrap_or(empty)));
-        let metadata =
-            Metadata { volume: volume.clone(), asked: Arc::clone(&asked), secrets: secrets.clone() };
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime.expect("a runtime");
-        let listener = {
-            let _entered = runtime.enter();
-            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
+        let has_metadata = volume.is_some();
+        let volume = Arc::new(Mutex::new(volume.unwrap_or_else(Volume::small)));
+        let known = (volume.clone(), asked.clone(), secrets.clone());
+        let answer = move |Asked { is_delta, request, .. }| {
+            let (volume, asked, secrets) = known.clone();
+            async move {
+                let GetMetadataDeltaRequest { starting_offset: from, max_results, .. } = request;
+                if is_delta {
+                    asked.lock().unwrap().0.push(from);
+                    secrets.lock().unwrap().extend(request.secrets);
+                } else {
+                    asked.lock().unwrap().1.push(from);
+                    if request.target_snapshot_id == "slow" {
+                        return std::future::pending().await;
+                    }
+                }
+                let base = is_delta.then_some(request.base_snapshot_id.as_str());
+                let messages =
+                    volume.lock().unwrap().answer(base, &request.target_snapshot_id, from, max_results)?;
+                Ok(stream::iter(messages.into_iter().map(Ok)).boxed())
+            }
         };
-        runtime.spawn(
-            tonic::transport::Server::builder()
-                .add_service(IdentityServer::new(Plugin { name: name.to_owned() }))
-                .add_optional_service(has_metadata.then(|| SnapshotMetadataServer::new(metadata)))
-                .serve_with_incoming(listener),
-        );
-        Driver { volume, asked, secrets, runtime: Some(runtime) }
+        let _served = Served::start(name, socket, has_metadata.then_some(Metadata(answer)));
+        Driver { volume, asked, secrets, _served }
     }
 }
 
-impl Drop for Driver {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
-    }
-}
-
-struct Metadata {
-    volume: Arc<Mutex<Volume>>,
-    asked: Arc<Mutex<(Vec<i64>, Vec<i64>)>>,
-    secrets: Arc<Mutex<Vec<(String, String)>>>,
-}
-
-type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
-
-impl Metadata {
+impl Volume {
     /// Messages of `max_results` tuples; one without any where there are none.
     fn answer(
         &self,
@@ -169,12 +147,11 @@ impl Metadata {
         from: i64,
         max_results: i32,
     ) -> Result<Vec<GetMetadataAllocatedResponse>, Status> {
-        let volume = self.volume.lock().unwrap();
         // It breaks the CSI spec.
         let tuples = match target {
-            "out-of-order" => vec![(volume.block, volume.block), (0, volume.block)],
-            "too-long" => vec![(0, volume.capacity() + 1)],
-            _ => volume.tuples(base, target, from as u64)?,
+            "out-of-order" => vec![(self.block, self.block), (0, self.block)],
+            "too-long" => vec![(0, self.capacity() + 1)],
+            _ => self.tuples(base, target, from as u64)?,
         };
         let message = |tuples: &[(u64, u64)]| {
             let tuple = |(offset, size): &(u64, u64)| BlockMetadata {
@@ -182,52 +159,13 @@ impl Metadata {
                 size_bytes: *size as i64,
             };
             GetMetadataAllocatedResponse {
-                block_metadata_type: volume.style.into(),
-                volume_capacity_bytes: volume.capacity() as i64,
+                block_metadata_type: self.style.into(),
+                volume_capacity_bytes: self.capacity() as i64,
                 block_metadata: tuples.iter().map(tuple).collect(),
             }
         };
         let length = if max_results == 0 { 100 } else { max_results as usize };
         let messages: Vec<_> = tuples.chunks(length).map(message).collect();
         Ok(if messages.is_empty() { vec![message(&[])] } else { messages })
-    }
-}
-
-#[async_trait]
-impl SnapshotMetadata for Metadata {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        request: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let request = request.into_inner();
-        self.asked.lock().unwrap().1.push(request.starting_offset);
-        if request.snapshot_id == "slow" {
-            return std::future::pending().await;
-        }
-        let messages =
-            self.answer(None, &request.snapshot_id, request.starting_offset, request.max_results)?;
-        Ok(Response::new(Box::pin(stream::iter(messages.into_iter().map(Ok)))))
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        request: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let request = request.into_inner();
-        self.asked.lock().unwrap().0.push(request.starting_offset);
-        self.secrets.lock().unwrap().extend(request.secrets.clone());
-        let (base, target) = (&request.base_snapshot_id, &request.target_snapshot_id);
-        let messages = self.answer(Some(base), target, request.starting_offset, request.max_results)?;
-        let messages = messages.into_iter().map(|message| {
-            Ok(GetMetadataDeltaResponse {
-                block_metadata_type: message.block_metadata_type,
-                volume_capacity_bytes: message.volume_capacity_bytes,
-                block_metadata: message.block_metadata,
-            })
-        });
-        Ok(Response::new(Box::pin(stream::iter(messages))))
     }
 }

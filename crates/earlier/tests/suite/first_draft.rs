@@ -87,9 +87,7 @@ pub async fn changes_between_any_pair_of_snapshots(mut world: World) {
 
 pub async fn changes_from_a_deleted_snapshot_or_all(mut world: World) {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &["--retain-deleted", "4"], "info").await;
-    let (volume, device) = rig.block_volume("data", 16 * MIB).await;
-    let mut content = Content::default();
-    content.write(&device, 100, 8, 1);
+    let (volume, device, mut content) = rig.written_volume("data", 16 * MIB, (100, 8, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 200, 2, 2);
     content.discard(&device, 102, 2);

@@ -16,32 +16,16 @@ mod replicas;
 mod walk;
 
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
 
-use libtest_mimic::{Arguments, Trial};
-use testkit::api_server::ApiServer;
 use testkit::earlier::{aggregation, world};
-use tokio::runtime::Runtime;
 
 use world::World;
 
 /// The CRDs of these designs.
 const CRDS: [&str; 2] = ["deploy/components/differential/crd.yaml", "deploy/components/aggregated/crd.yaml"];
 
-/// A test: its name and what it does.
-macro_rules! tests {
-    ($($module:ident :: $name:ident),* $(,)?) => {
-        [$((stringify!($module), stringify!($name), (|world| Box::pin($module::$name(world))) as Test)),*]
-    };
-}
-
-type Test = fn(World) -> std::pin::Pin<Box<dyn Future<Output = ()>>>;
-
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
-    let runtime = Arc::new(Runtime::new().expect("a runtime"));
-    let server = Arc::new(Mutex::new(None));
-    let tests = tests![
+    let tests = testkit::tests![
         controller::snapshots_that_exist_give_a_url,
         controller::what_does_not_exist_fails_until_it_does,
         controller::pairs_that_do_not_fit_fail,
@@ -95,37 +79,5 @@ fn main() -> ExitCode {
         cbt_http::the_call_lists_deltas_as_the_design_says,
         cbt_http::data_is_given_for_good_tokens_alone,
     ];
-    // Some drivers attach loop devices, and Go builds the API server. Under CI nothing is left out.
-    let is_left_out = std::env::var_os("DELTAPATH_WITHOUT_GO").is_some();
-    let is_ci = std::env::var("CI").as_deref() == Ok("true");
-    let has_go = std::process::Command::new("go").arg("version").output().is_ok();
-    let is_root = std::process::Command::new("id").arg("-u").output().is_ok_and(|id| id.stdout == b"0\n");
-    let can_run = !is_left_out && (is_ci || (is_root && has_go));
-    if !can_run {
-        eprintln!("ignored: they need root, and Go to build the Kubernetes API server");
-    }
-    let trials = tests.into_iter().map(|(module, name, test)| {
-        let (runtime, server) = (runtime.clone(), server.clone());
-        let trial = Trial::test(format!("{module}::{name}"), move || {
-            let api = {
-                // The first test starts it; the others wait.
-                let mut server = server.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                let start = || {
-                    runtime.block_on(async {
-                        let api = ApiServer::start().await;
-                        api.install(&CRDS).await;
-                        Arc::new(api)
-                    })
-                };
-                server.get_or_insert_with(start).clone()
-            };
-            runtime.block_on(async { test(World::new(api, name).await).await });
-            Ok(())
-        });
-        trial.with_ignored_flag(!can_run)
-    });
-    let conclusion = libtest_mimic::run(&arguments, trials.collect());
-    // Before the process ends: the API server ends with it.
-    drop(server.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take());
-    conclusion.exit_code()
+    testkit::scene::run(tests.into(), &CRDS, World::new)
 }

@@ -219,7 +219,8 @@ impl Load {
     async fn at_work(&self) {
         let enough = *self.served.borrow() + 2 * USERS;
         let mut served = self.served.subscribe();
-        let waited = tokio::time::timeout(Duration::from_secs(90), served.wait_for(|served| *served >= enough));
+        let waited =
+            tokio::time::timeout(Duration::from_secs(90), served.wait_for(|served| *served >= enough));
         waited.await.expect("users are served").expect("the sender is here");
     }
 

@@ -295,7 +295,7 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     // Each was one stream all along.
     {
         let asked = driver.seen.allocated.lock().unwrap();
-        assert_eq!(asked.iter().filter(|request| request.snapshot_id == "paced-1").count(), 2);
+        assert_eq!(asked.iter().filter(|request| request.target_snapshot_id == "paced-1").count(), 2);
     }
     watched.finish().await;
     let elected = [&one, &two]

@@ -12,7 +12,6 @@ use base64::engine::general_purpose::STANDARD;
 use csi_client::from_snapshot;
 use proto::kubernetes::GetMetadataAllocatedRequest;
 use serde_json::json;
-use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, free_port};
 use tonic::Code;
 
@@ -48,9 +47,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     let ns = world.namespace.clone();
     const SIZE: i64 = 64 * MIB;
     let mut rig = Rig::start_with(pool, &[&format!("--driver-name={}", world.driver)], "info").await;
-    let (raw, device) = rig.block_volume("block", SIZE).await;
-    let mut content = Content::default();
-    content.write(&device, 0, 300, 1);
+    let (raw, device, mut content) = rig.written_volume("block", SIZE, (0, 300, 1)).await;
     content.write(&device, 9000, 40, 2);
     let first = rig.snapshot("block-1", &raw).await;
     content.write(&device, 5000, 7, 3);

@@ -180,7 +180,7 @@ pub async fn requests_of_both_calls_get_the_right_code(world: World) {
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "monday").await), Code::Ok);
     let (allocated, deltas) = (driver.seen.allocated.lock().unwrap(), driver.seen.deltas.lock().unwrap());
     assert!(
-        allocated.iter().all(|request| request.snapshot_id == "plain-1")
+        allocated.iter().all(|request| request.target_snapshot_id == "plain-1")
             && deltas.iter().all(|request| request.target_snapshot_id == "plain-1"),
         "something else reached the driver"
     );

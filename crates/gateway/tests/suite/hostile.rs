@@ -344,7 +344,7 @@ pub async fn a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended(world: World)
     assert!(gateway.running.is_alive());
     let asked = driver.seen.allocated.lock().unwrap();
     assert!(
-        asked.iter().all(|request| request.snapshot_id == "plain-1"),
+        asked.iter().all(|request| request.target_snapshot_id == "plain-1"),
         "something else reached the driver"
     );
 }

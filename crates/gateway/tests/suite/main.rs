@@ -23,29 +23,13 @@ mod streams;
 mod watches;
 
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
 
-use libtest_mimic::{Arguments, Trial};
-use testkit::api_server::ApiServer;
 use testkit::gateway::{driver, world};
-use tokio::runtime::Runtime;
 
 use world::World;
 
-/// A test: its name and what it does.
-macro_rules! tests {
-    ($($module:ident :: $name:ident),* $(,)?) => {
-        [$((stringify!($module), stringify!($name), (|world| Box::pin($module::$name(world))) as Test)),*]
-    };
-}
-
-type Test = fn(World) -> std::pin::Pin<Box<dyn Future<Output = ()>>>;
-
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
-    let runtime = Arc::new(Runtime::new().expect("a runtime"));
-    let server = Arc::new(Mutex::new(None));
-    let tests = tests![
+    let tests = testkit::tests![
         rights::a_caller_gets_what_its_rights_allow,
         rights::a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace,
         rights::the_audience_is_the_one_of_the_snapshot_metadata_service,
@@ -111,30 +95,5 @@ fn main() -> ExitCode {
         conformance::an_interrupted_run_leaves_nothing,
         conformance::what_cannot_be_tested_says_why_and_leaves_nothing,
     ];
-    // The drivers of some of them attach loop devices, and Go builds the API server. Under CI nothing is left out.
-    let is_left_out = std::env::var_os("DELTAPATH_WITHOUT_GO").is_some();
-    let is_ci = std::env::var("CI").as_deref() == Ok("true");
-    let has_go = std::process::Command::new("go").arg("version").output().is_ok();
-    let can_run = !is_left_out && (is_ci || (nix::unistd::geteuid().is_root() && has_go));
-    if !can_run {
-        eprintln!("ignored: they need root, and Go to build the Kubernetes API server");
-    }
-    let trials = tests.into_iter().map(|(module, name, test)| {
-        let (runtime, server) = (runtime.clone(), server.clone());
-        let trial = Trial::test(format!("{module}::{name}"), move || {
-            let api = {
-                // The first test starts it; the others wait.
-                let mut server = server.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                let start = || Arc::new(runtime.block_on(ApiServer::start()));
-                server.get_or_insert_with(start).clone()
-            };
-            runtime.block_on(async { test(World::new(api, name).await).await });
-            Ok(())
-        });
-        trial.with_ignored_flag(!can_run)
-    });
-    let conclusion = libtest_mimic::run(&arguments, trials.collect());
-    // Before the process ends: the API server ends with it.
-    drop(server.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take());
-    conclusion.exit_code()
+    testkit::scene::run(tests.into(), &[], World::new)
 }

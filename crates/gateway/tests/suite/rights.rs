@@ -68,7 +68,7 @@ pub async fn a_caller_gets_what_its_rights_allow(world: World) {
     let (messages, tuples) = client.allocated(&token, &ns, "monday").await.expect("allowed");
     assert_eq!((messages as i64, tuples.len() as i64), (MESSAGES, MESSAGES * TUPLES));
     let asked = driver.seen.allocated.lock().unwrap();
-    assert_eq!(asked.last().map(|request| request.snapshot_id.as_str()), Some("plain-1"));
+    assert_eq!(asked.last().map(|request| request.target_snapshot_id.as_str()), Some("plain-1"));
     // Who asked for what, and with which result, is on record.
     let audit = gateway.audit();
     let user = |account: &str| json!(format!("system:serviceaccount:{ns}:{account}"));

@@ -9,9 +9,9 @@ use base::ByteRange;
 use files::DataRanges;
 use tempfile::TempDir;
 
-use crate::conformance::case::Wrong;
 use crate::conformance::content::{Content, Edit, blocking};
 use crate::conformance::ranges::Ranges;
+use crate::conformance::verdict::Wrong;
 
 /// Bytes copied and read at once.
 const CHUNK: u64 = 1 << 20;

@@ -6,10 +6,10 @@ use csi_client::{Message, Options, Question};
 use proto::BlockMetadataType;
 
 use crate::conformance::answer::{Answer, missing, name};
-use crate::conformance::case::Wrong;
 use crate::conformance::content::{Content, blocking};
 use crate::conformance::plugin::Plugin;
 use crate::conformance::ranges::Ranges;
+use crate::conformance::verdict::Wrong;
 
 /// Volumes up to this size are read from end to end; of larger ones what holds data, and places that are spread over the rest.
 const WHOLE: u64 = 4 << 30;

@@ -13,10 +13,10 @@ use super::figures::{Book, Spot, Unit};
 use super::life::Plan;
 use super::progress::Progress;
 use super::subject::Subject;
-use crate::conformance::case::Wrong;
 use crate::conformance::content::Content;
 use crate::conformance::plugin::{Plugin, Volume, within};
 use crate::conformance::ranges::Ranges;
+use crate::conformance::verdict::Wrong;
 
 /// The longest wait until two answers of GetCapacity are equal.
 const STEADY: Duration = Duration::from_secs(5);

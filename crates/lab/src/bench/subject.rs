@@ -10,9 +10,9 @@ use super::bare::Bare;
 use super::check::Size;
 use super::figures::Spot;
 use super::steps::{Bench, Lived, Over};
-use crate::conformance::case::Wrong;
 use crate::conformance::content::{BLOCK, Content, Edit, apply, device_size};
 use crate::conformance::plugin::Volume;
+use crate::conformance::verdict::Wrong;
 use crate::random;
 
 /// Blocks of a piece, in which data is written first.

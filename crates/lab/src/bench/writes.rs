@@ -13,8 +13,8 @@ use tonic::Code;
 
 use super::check::{judge, stream};
 use super::steps::{Bench, Lived};
-use crate::conformance::case::Wrong;
 use crate::conformance::content::{Content, Edit, blocking, blocks};
+use crate::conformance::verdict::Wrong;
 use crate::random;
 
 /// Writes between two flushes.

@@ -2,9 +2,9 @@
 
 use tonic::Status;
 
-use super::case::{Wrong, said};
 use super::ranges::Ranges;
 use super::subject::Subject;
+use super::verdict::{Wrong, said};
 use csi_client::{Message, Options, Question, RawStream};
 
 /// A stream with more messages and tuples than this that lead no further into the volume is taken for one without an end.

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use tonic::Code;
 
-use super::case::Wrong;
 use super::ledger::{Attachment, Made};
 use super::plugin::{Plugin, Volume, call};
+use super::verdict::Wrong;
 
 impl Plugin {
     /// Attaches, stages and publishes a volume, as far as the driver claims these, and returns the

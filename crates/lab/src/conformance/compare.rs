@@ -1,12 +1,9 @@
 //! What changed since another run of the suite.
 
 use std::collections::BTreeMap;
-
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-
-use super::report::Outcome;
 
 /// An earlier run, as `--output json` printed it.
 #[derive(Debug, Deserialize)]
@@ -46,9 +43,9 @@ impl Before {
 }
 
 impl Changes {
-    pub fn between(before: &Before, now: &[Outcome]) -> Self {
-        let pairs = now.iter().map(|case| (case.name, case.verdict));
-        Self::of(before.cases.iter().map(|case| (case.name.as_str(), case.verdict.as_str())), pairs)
+    /// Between the verdicts of an earlier run and those of this one, by the names of cases.
+    pub fn between<'a>(before: &'a Before, now: impl Iterator<Item = (&'a str, &'a str)>) -> Self {
+        Self::of(before.cases.iter().map(|case| (case.name.as_str(), case.verdict.as_str())), now)
     }
 
     fn of<'a>(

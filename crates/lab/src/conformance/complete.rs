@@ -5,11 +5,11 @@
 //! driver's own unit, are a remark.
 
 use super::answer::{Answer, missing, unit};
-use super::case::{Judged, Verdict, Wrong, remarked};
 use super::content::{BLOCK, blocking, differs_outside};
 use super::fixtures::{Fixtures, Kind, Snap};
 use super::history::{emptied, filled};
 use super::ranges::Ranges;
+use super::verdict::{Judged, Verdict, Wrong, remarked};
 
 /// Says how much more is listed than had to be, beyond the driver's own unit.
 fn more(listed: &Ranges, may: &Ranges, unit: u64, what: &str) -> Vec<String> {

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::case::Wrong;
 use super::ranges::Ranges;
+use super::verdict::Wrong;
 use base::{BlockSize, Stop};
 use files::pattern::Image;
 

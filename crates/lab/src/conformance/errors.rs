@@ -3,9 +3,9 @@
 use tonic::Code;
 
 use super::answer::unexpected;
-use super::case::{Judged, Verdict, Wrong, code_name, remarked, said};
 use super::fixtures::{Fixtures, Kind};
 use super::subject::Subject;
+use super::verdict::{Judged, Verdict, Wrong, code_name, remarked, said};
 use csi_client::{Options, Question, block_capability};
 
 /// Ids that no driver has given to anything.

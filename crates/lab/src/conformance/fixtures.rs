@@ -7,13 +7,13 @@ use std::time::Duration;
 use tokio::sync::OnceCell;
 
 use super::answer::{Answer, call_of};
-use super::case::{Judged, Wrong};
 use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
 use super::meanwhile::Held;
 use super::plugin::{Plugin, Volume, calls};
 use super::ranges::Ranges;
 use super::subject::Subject;
+use super::verdict::{Judged, Wrong};
 use csi_client::{Client, Options, Question, RawStream, block_capability};
 use tonic::Status;
 

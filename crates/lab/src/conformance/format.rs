@@ -1,9 +1,9 @@
 //! The form of an answer: tuples, type, capacity, sizes of messages.
 
 use super::answer::{Answer, name};
-use super::case::{Judged, Verdict, Wrong, remarked};
 use super::fixtures::{Fixtures, Kind};
 use super::subject::Subject;
+use super::verdict::{Judged, Verdict, Wrong, remarked};
 use proto::BlockMetadataType;
 
 /// Answers to one question, cut in different ways, each under its name.

@@ -1,8 +1,8 @@
 //! The histories that the cases look at: which volume is written how, and when snapshots are taken.
 
-use super::case::Wrong;
 use super::content::{Edit, device_size};
 use super::fixtures::{Change, Dense, Fixtures, NotReady, OpenVolume, Pair, Prepared, Restored};
+use super::verdict::Wrong;
 
 /// The volume is written in this many places, evenly spread.
 const PLACES: u64 = 32;

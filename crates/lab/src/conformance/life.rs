@@ -4,11 +4,11 @@
 use tonic::Code;
 
 use super::answer::{Answer, missing, unexpected};
-use super::case::{Judged, Verdict, Wrong, remarked, said};
 use super::complete::{check_allocated, check_delta, right_capacity};
 use super::content::{BLOCK, Edit, apply};
 use super::fixtures::{Fixtures, Snap};
 use super::history::short;
+use super::verdict::{Judged, Verdict, Wrong, remarked, said};
 use csi_client::{Question, mount_capability};
 
 /// A snapshot from before the expansion is as large as it was.

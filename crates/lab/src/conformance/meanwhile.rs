@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 use tonic::Code;
 
 use super::answer::{Answer, missing, name};
-use super::case::{Judged, Verdict, Wrong, remarked};
 use super::complete::check_delta;
 use super::content::Edit;
 use super::fixtures::{Fixtures, Kind, OpenVolume, Prepared, Snap};
 use super::history::expand;
 use super::life::{as_before, clear};
 use super::streams::{Rest, is_cut_inside, not_shown, overdue};
+use super::verdict::{Judged, Verdict, Wrong, remarked};
 use csi_client::{Options, block_capability};
 
 /// A published volume with two snapshots and changes between them.

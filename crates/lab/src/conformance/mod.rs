@@ -11,7 +11,7 @@
 
 pub(crate) mod answer;
 pub(crate) mod attach;
-pub(crate) mod case;
+mod case;
 pub(crate) mod claims;
 mod compare;
 mod complete;
@@ -33,6 +33,7 @@ pub(crate) mod secrets;
 mod streams;
 mod subject;
 mod table;
+pub(crate) mod verdict;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

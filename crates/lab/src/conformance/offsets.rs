@@ -1,12 +1,12 @@
 //! `starting_offset`: what an answer that starts later has to hold, and not to hold.
 
 use super::answer::{Answer, missing, name, unexpected};
-use super::case::{Judged, Verdict, Wrong, code_name, remarked};
 use super::content::{BLOCK, Edit, blocking};
 use super::fixtures::{Fixtures, Kind};
 use super::format::too_few;
 use super::ranges::Ranges;
 use super::subject::Subject;
+use super::verdict::{Judged, Verdict, Wrong, code_name, remarked};
 use std::os::unix::fs::FileExt;
 
 use csi_client::Question;

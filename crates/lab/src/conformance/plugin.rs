@@ -7,10 +7,10 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::case::Wrong;
 use super::claims::Claims;
 use super::ledger::{Ledger, Made};
 use super::secrets::Secrets;
+use super::verdict::Wrong;
 use csi_client::Client;
 
 /// How long to wait before a call that the driver put off is made again.
@@ -26,7 +26,7 @@ macro_rules! call {
                 Err(status) if status.code() == tonic::Code::Aborted => {
                     tokio::time::sleep($crate::conformance::plugin::AGAIN).await;
                 }
-                Err(status) => break Err($crate::conformance::case::Wrong::call($name, &status)),
+                Err(status) => break Err($crate::conformance::verdict::Wrong::call($name, &status)),
                 Ok(answer) => break Ok(answer.into_inner()),
             }
         }

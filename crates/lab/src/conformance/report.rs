@@ -7,9 +7,10 @@ use std::time::Duration;
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 use serde::Serialize;
 
-use super::case::{Case, Judged, Level, Verdict};
+use super::case::{Case, Level};
 use super::compare::{Before, Changes};
 use super::subject::Subject;
+use super::verdict::{Judged, Verdict};
 
 /// What the cases are from.
 #[derive(Clone, Copy, Debug)]
@@ -175,7 +176,8 @@ impl Report {
 
     /// Says what changed since the run that `before` tells of.
     pub fn compare(&mut self, before: &Before) {
-        self.changes = Some(Changes::between(before, &self.cases));
+        self.changes =
+            Some(Changes::between(before, self.cases.iter().map(|case| (case.name, case.verdict))));
     }
 
     /// The whole run in a line: what was tested against what, and what came out. Cases that were chosen by name are said to be.

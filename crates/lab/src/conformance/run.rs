@@ -12,12 +12,13 @@ use futures_util::FutureExt;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::case::{Case, Judged, Verdict, Wrong};
+use super::case::Case;
 use super::content::at_rest;
 use super::fixtures::{Fixtures, Need, NotReady, Prepared};
 use super::plugin::within;
 use super::report::{Outcome, Report};
 use super::subject::Subject;
+use super::verdict::{Judged, Verdict, Wrong};
 use csi_client::Question;
 
 /// How long a driver may take to answer a Probe before it counts as gone.

@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use super::answer::{Answer, Messages, missing, name};
-use super::case::{Judged, Verdict, Wrong};
 use super::content::blocking;
 use super::fixtures::{Fixtures, Kind};
 use super::history::MOST;
 use super::ranges::Ranges;
 use super::subject::Subject;
+use super::verdict::{Judged, Verdict, Wrong};
 use csi_client::{Options, Question};
 
 /// Places in a stream where it is cut.

@@ -6,9 +6,9 @@ use std::future::Future;
 use std::time::Duration;
 
 use super::answer::{Answer, Messages};
-use super::case::{Judged, Wrong};
 use super::fixtures::{Kind, Prepared};
 use super::ranges::Ranges;
+use super::verdict::{Judged, Wrong};
 use csi_client::{Options, Question};
 use tonic::Status;
 

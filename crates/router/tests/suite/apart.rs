@@ -72,8 +72,7 @@ fn listening(pid: u32) -> Vec<u16> {
     ports
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
     let mut cluster = Cluster::empty();
     cluster.add_node(PoolKind::Dir, &["--enable-attach"]).await;

@@ -78,8 +78,7 @@ impl rustls::client::danger::ServerCertVerifier for BelieveAll {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn only_certificates_of_the_cluster_get_a_byte() {
     let cluster = Cluster::start(PoolKind::Dir, 1, &[]).await;
     let (dir, port) = (cluster.dir.path(), cluster.nodes[0].port);
@@ -105,8 +104,7 @@ async fn only_certificates_of_the_cluster_get_a_byte() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_driver_shows_no_certificate_of_another_data_directory() {
     let dir = tempfile::tempdir().expect("temp dir");
     Authority::new("CA").issue(dir.path(), "wrong", &uri("node/00000000"));
@@ -132,8 +130,7 @@ async fn a_driver_shows_no_certificate_of_another_data_directory() {
 }
 
 /// Another node's driver at the address of one that is known: it takes no call for the other's objects.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_address_that_is_another_nodes_now_gets_no_calls_of_the_one_before() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let volume = cluster.volume_on(0, "kept").await;
@@ -162,8 +159,7 @@ async fn an_address_that_is_another_nodes_now_gets_no_calls_of_the_one_before() 
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn certificates_and_authorities_change_without_a_restart() {
     let cluster = Cluster::start(PoolKind::Dir, 1, &[]).await;
     let (dir, node) = (cluster.dir.path(), cluster.nodes[0].name());

@@ -24,8 +24,7 @@ async fn snapshots(client: &mut Client, max_entries: i32, token: &str) -> (Vec<S
     (ids, page.next_token)
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn pages_of_any_size_hold_every_entry_once() {
     let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
     let mut client = cluster.client();
@@ -71,8 +70,7 @@ async fn pages_of_any_size_hold_every_entry_once() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_token_outlives_the_node_that_it_is_of() {
     let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
     let mut client = cluster.client();

@@ -2,6 +2,11 @@
 #![allow(clippy::disallowed_methods)]
 #![allow(missing_docs)]
 
+#[macro_use]
+extern crate macro_rules_attribute;
+#[macro_use]
+extern crate testkit;
+
 mod apart;
 mod certificates;
 mod cuts;

@@ -13,8 +13,7 @@ fn within(topologies: &[Topology], request: CreateVolumeRequest) -> CreateVolume
     CreateVolumeRequest { accessibility_requirements, ..request }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_name_is_found_again_on_whichever_node_has_it() {
     let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
     let mut client = cluster.client();
@@ -53,8 +52,7 @@ async fn a_name_is_found_again_on_whichever_node_has_it() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn two_routers_at_once_make_one_volume_of_a_name() {
     const NAMES: usize = 24;
     let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
@@ -93,8 +91,7 @@ async fn two_routers_at_once_make_one_volume_of_a_name() {
 }
 
 /// Snapshots and groups of one name, of volumes on two nodes: one is made, and the call for it goes on to find it.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn two_routers_at_once_make_one_snapshot_of_a_name() {
     const NAMES: usize = 20;
     let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
@@ -142,9 +139,7 @@ async fn two_routers_at_once_make_one_snapshot_of_a_name() {
     cluster.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn volumes_asked_at_once_are_spread(#[values(GIB, 4 << 20)] bytes: i64) {
     const VOLUMES: usize = 12;
     let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
@@ -163,8 +158,7 @@ async fn volumes_asked_at_once_are_spread(#[values(GIB, 4 << 20)] bytes: i64) {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn volumes_go_where_most_room_is_left_and_to_the_next_when_there_is_none() {
     let cluster = Cluster::start(PoolKind::Xfs, 2, &["--overcommit", "1"]).await;
     let mut client = cluster.client();
@@ -196,8 +190,7 @@ async fn volumes_go_where_most_room_is_left_and_to_the_next_when_there_is_none()
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_source_decides_where_its_copies_are() {
     let cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let mut client = cluster.client();

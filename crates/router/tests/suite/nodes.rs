@@ -11,8 +11,7 @@ use tonic::{Code, Request};
 
 use testkit::cluster::{Cluster, eventually, patiently};
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_node_that_is_killed_fails_its_own_objects_alone() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let (here, there) = (cluster.volume_on(0, "here").await, cluster.volume_on(1, "there").await);
@@ -70,8 +69,7 @@ async fn a_node_that_is_killed_fails_its_own_objects_alone() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_frozen_node_holds_no_call_past_its_deadline() {
     let cluster = Cluster::start_with(PoolKind::Dir, 2, &[], &["--node-timeout", "1s"]).await;
     let (here, there) = (cluster.volume_on(0, "here").await, cluster.volume_on(1, "there").await);
@@ -115,8 +113,7 @@ async fn a_frozen_node_holds_no_call_past_its_deadline() {
 }
 
 /// Volumes are asked for as sidecars do it, again and again by name, while the nodes are killed and come back.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn kills_in_the_middle_of_calls_make_nothing_twice_and_lose_nothing() {
     const CLIENTS: usize = 4;
     const EACH: usize = 8;
@@ -175,8 +172,7 @@ async fn kills_in_the_middle_of_calls_make_nothing_twice_and_lose_nothing() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
     let dir = tempfile::tempdir().expect("temp dir");
     let file = dir.path().join("forgotten");

@@ -81,8 +81,7 @@ async fn a_real_api_server_takes_the_manifests() {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     let api = ApiServer::start().await;
     let dir = tempfile::tempdir().expect("temp dir");

@@ -101,8 +101,7 @@ fn id(kind: &str, key: &str, number: u32) -> String {
     format!("{kind}-{key}{number:024x}")
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn an_answer_is_about_objects_of_its_node() {
     static TURN: AtomicUsize = AtomicUsize::new(0);
     let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
@@ -145,8 +144,7 @@ fn topology(name: &str) -> proto::Topology {
     proto::Topology { segments: [("topology.deltapath.csi.dev/node".to_owned(), name.to_owned())].into() }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_list_that_does_not_lead_on_is_cut_off() {
     static TURN: AtomicUsize = AtomicUsize::new(0);
     let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
@@ -191,9 +189,7 @@ async fn a_list_that_does_not_lead_on_is_cut_off() {
     cluster.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_named: bool) {
     let mut cluster = Cluster::empty();
     for _ in 0..2 {
@@ -232,8 +228,7 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn copies_of_a_data_directory_are_named_and_nothing_is_deleted() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let volume = cluster.volume_on(0, "lives").await;
@@ -259,8 +254,7 @@ async fn copies_of_a_data_directory_are_named_and_nothing_is_deleted() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let volume = cluster.volume_on(0, "before").await;
@@ -289,8 +283,7 @@ async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_forgotten_node_that_answers_deletes_nothing_with_ok() {
     let dir = tempfile::tempdir().expect("temp dir");
     let file = dir.path().join("forgotten");

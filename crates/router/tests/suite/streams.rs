@@ -40,8 +40,7 @@ pub fn question(snapshot_id: &str) -> proto::GetMetadataAllocatedRequest {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn messages_pass_as_the_node_sends_them() {
     let mut cluster = Cluster::start(PoolKind::Xfs, 2, &["--block-metadata-type", "fixed"]).await;
     // Not on the node that is asked where an id says nothing: the first by key.
@@ -126,8 +125,7 @@ async fn stalled(cluster: &Cluster, id: &str) -> tonic::Streaming<proto::GetMeta
     stream
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_stream_that_is_cut_says_so_and_goes_on_behind_its_last_tuple() {
     let mut cluster = Cluster::start(PoolKind::Xfs, 2, &["--block-metadata-type", "fixed"]).await;
     let id = snapshot(&mut cluster, 0, 256).await;
@@ -160,8 +158,7 @@ async fn a_stream_that_is_cut_says_so_and_goes_on_behind_its_last_tuple() {
     tidy(cluster).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn cancel_and_deadline_reach_the_node() {
     let mut cluster = Cluster::start(PoolKind::Xfs, 1, &["--block-metadata-type", "fixed"]).await;
     let id = snapshot(&mut cluster, 0, 256).await;

@@ -23,15 +23,12 @@ async fn sanity(drivers: &[&[&str]], attach: bool) {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn csi_sanity_finds_nothing_in_a_cluster_of_two() {
     sanity(&[&[], &[]], false).await;
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn csi_sanity_finds_nothing_in_a_cluster_with_attachments(#[values(2, 3)] nodes: usize) {
     // csi-sanity attaches volumes to one node for which it has asked no topology. So the others have no room: each volume is
     // refused there, or not tried.
@@ -44,11 +41,9 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-#[rstest::rstest]
+#[apply(device_cases)]
 #[case(2, "variable")]
 #[case(3, "fixed")]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
 async fn a_cluster_conforms(#[case] nodes: usize, #[case] style: &str) {
     let cluster = Cluster::start(PoolKind::Xfs, nodes, &["--block-metadata-type", style]).await;
     let socket = cluster.dir.path().join("front.sock");

@@ -61,8 +61,7 @@ fn a_transfer_outlives_a_cut_and_a_freeze_of_either_end(
 }
 
 /// As many transfers as work at once wait for a node that is dead. One from another node is not kept waiting by them.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_source_that_is_dead_keeps_no_other_from_being_copied() {
     const AT_ONCE: usize = 4;
     let mut cluster = Cluster::start(PoolKind::Dir, 3, &["--transfer-rate", "2Mi"]).await;

@@ -44,8 +44,7 @@ async fn figures(port: u16) -> Figures {
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_transfer_shows_how_far_it_is_and_how_it_ended() {
     let [source, target] = [free_port(), free_port()];
     let flags = [source, target].map(|port| format!("--metrics-address=127.0.0.1:{port}"));

@@ -13,9 +13,7 @@ use testkit::cluster::{Cluster, patiently};
 const LARGE: u64 = 4 * MIB as u64;
 const BLOCKS: u64 = 100;
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn holes_inside_blocks_stay_holes(
     #[values([Dir, Dir], [Xfs, Dir], [Dir, Xfs], [Btrfs, Btrfs])] pools: [PoolKind; 2],
 ) {

@@ -13,12 +13,8 @@ use testkit::cluster::{Cluster, patiently};
 const KILLS: usize = 24;
 const POOLS: usize = testkit::POOLS.len();
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn kills_at_any_moment_leave_the_whole_volume_or_none(
-    #[values(PoolKind::Dir, PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind,
-) {
+#[apply(every_pool)]
+async fn kills_at_any_moment_leave_the_whole_volume_or_none(pool: PoolKind) {
     let kills = std::env::var("DELTAPATH_TRANSFER_KILLS").ok();
     let kills = kills.map_or(KILLS, |kills| kills.parse().expect("a number of kills")).div_ceil(POOLS);
     let seed = std::env::var("DELTAPATH_SEED").ok().and_then(|seed| seed.parse().ok());

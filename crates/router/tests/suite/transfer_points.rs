@@ -125,20 +125,17 @@ async fn deaths(pool: PoolKind) {
     lab.cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_death_before_any_step_of_a_transfer_costs_no_byte_on_dir() {
     deaths(PoolKind::Dir).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_death_before_any_step_of_a_transfer_costs_no_byte_on_xfs() {
     deaths(PoolKind::Xfs).await;
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_death_before_any_step_of_a_transfer_costs_no_byte_on_btrfs() {
     deaths(PoolKind::Btrfs).await;
 }

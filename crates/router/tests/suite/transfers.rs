@@ -108,9 +108,7 @@ pub async fn later_deltas_are_exact(cluster: &mut Cluster, node: usize, volume: 
     rig.detach(volume).await;
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_snapshot_is_restored_on_another_node_and_its_deltas_are_exact(
     #[values([Dir, Dir], [Xfs, Dir], [Dir, Btrfs], [Btrfs, Xfs])] pools: [PoolKind; 2],
 ) {
@@ -134,9 +132,7 @@ async fn a_snapshot_is_restored_on_another_node_and_its_deltas_are_exact(
     cluster.finish();
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn a_volume_in_use_is_cloned_on_another_node(#[values(Dir, Btrfs)] pool: PoolKind) {
     let mut cluster = Cluster::start(pool, 2, &[]).await;
     let mut client = cluster.client();
@@ -163,9 +159,7 @@ async fn a_volume_in_use_is_cloned_on_another_node(#[values(Dir, Btrfs)] pool: P
 }
 
 /// The second restore of one origin to a node moves what differs.
-#[rstest::rstest]
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_cases)]
 async fn only_what_differs_from_an_earlier_copy_is_transferred(#[values(Xfs, Btrfs)] pool: PoolKind) {
     let mut cluster = Cluster::start(pool, 2, &[]).await;
     let mut client = cluster.client();
@@ -197,8 +191,7 @@ async fn only_what_differs_from_an_earlier_copy_is_transferred(#[values(Xfs, Btr
 }
 
 /// Both ends are killed in the middle and come back: what is there is not fetched again.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_cut_transfer_goes_on_where_it_was() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &["--transfer-rate", "1Mi"]).await;
     let mut client = cluster.client();
@@ -248,8 +241,7 @@ pub async fn patiently_begun(cluster: &Cluster, request: &CreateVolumeRequest) -
     }
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_transfer_ends_with_its_volume_and_with_its_source() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &["--transfer-rate", "512Ki"]).await;
     let mut client = cluster.client();
@@ -297,8 +289,7 @@ async fn a_transfer_ends_with_its_volume_and_with_its_source() {
 }
 
 /// A byte on the source's disk that changed since it was hashed.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn damaged_data_is_found_and_becomes_no_volume() {
     // This pool hashes while it copies.
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
@@ -360,8 +351,7 @@ async fn flipping(port: u16, after: usize) -> (u16, Arc<AtomicUsize>) {
     (address, flipped)
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn bits_that_change_on_the_way_cost_a_connection_and_no_byte() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let (origin, _, _) = written(&mut cluster, 16).await;
@@ -380,8 +370,7 @@ async fn bits_that_change_on_the_way_cost_a_connection_and_no_byte() {
     cluster.finish();
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn transfers_together_take_no_more_than_their_rate() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &["--transfer-rate", "4Mi"]).await;
     let (origin, _, content) = written(&mut cluster, 6).await;
@@ -415,8 +404,7 @@ fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
     tls
 }
 
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
+#[apply(device_test)]
 async fn a_node_reads_what_a_ticket_names_and_nothing_else() {
     let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
     let mut client = cluster.client();

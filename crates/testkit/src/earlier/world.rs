@@ -224,13 +224,7 @@ impl Program {
 
     /// The gRPC service on its socket.
     pub async fn grpc(&self) -> DifferentialSnapshotClient<Channel> {
-        let socket = self.socket.clone();
-        let connector = tower::service_fn(move |_: tonic::transport::Uri| {
-            let socket = socket.clone();
-            async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
-        });
-        let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
-        DifferentialSnapshotClient::new(endpoint.connect_with_connector(connector).await.expect("connect"))
+        DifferentialSnapshotClient::new(crate::channel(&self.socket).await)
     }
 
     /// A page of two handles.

@@ -2,19 +2,13 @@
 //! would have to be slow, endless or broken on demand; `community` uses the real one.
 
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::plugin::Plugin;
-use futures_util::{Stream, StreamExt, stream};
-use proto::identity_server::IdentityServer;
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use crate::plugin::{self, Asked, Messages, Metadata, Served};
+use futures_util::{StreamExt, stream};
 use proto::*;
-use tokio::net::UnixListener;
-use tokio::runtime::Runtime;
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::{Code, Request, Response, Status, async_trait};
+use tonic::{Code, Status};
 
 /// Messages in the answer about a handle `plain-*`, and tuples in each.
 pub const MESSAGES: i64 = 3;
@@ -27,14 +21,14 @@ const PAUSE: Duration = Duration::from_millis(30);
 /// A driver on a socket, until it is dropped.
 pub struct Driver {
     pub seen: Arc<Seen>,
-    /// Its own, so that its connections end with it, as those of a process do.
-    runtime: Option<Runtime>,
+    _served: Served,
 }
 
 /// What it was asked.
 #[derive(Default)]
 pub struct Seen {
-    pub allocated: Mutex<Vec<GetMetadataAllocatedRequest>>,
+    /// For what is allocated in these targets.
+    pub allocated: Mutex<Vec<GetMetadataDeltaRequest>>,
     pub deltas: Mutex<Vec<GetMetadataDeltaRequest>>,
     pub timeouts: Mutex<Vec<String>>,
     /// Streams that are open now.
@@ -48,37 +42,13 @@ impl Driver {
 
     /// Without its SnapshotMetadata service, if so.
     pub fn start_with(name: &str, socket: &Path, has_metadata: bool) -> Self {
-        let _ = std::fs::remove_file(socket);
         let seen = Arc::<Seen>::default();
-        let identity = IdentityServer::new(Plugin { name: name.to_owned() });
-        let metadata = has_metadata.then(|| SnapshotMetadataServer::new(Metadata(seen.clone())));
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime.expect("a runtime");
-        let listener = {
-            let _entered = runtime.enter();
-            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
-        };
-        runtime.spawn(
-            tonic::transport::Server::builder()
-                .add_service(identity)
-                .add_optional_service(metadata)
-                .serve_with_incoming(listener),
-        );
-        Driver { seen, runtime: Some(runtime) }
+        let answering = seen.clone();
+        let metadata =
+            has_metadata.then_some(Metadata(move |asked| std::future::ready(answer(&answering, asked))));
+        Driver { seen, _served: Served::start(name, socket, metadata) }
     }
 }
-
-impl Drop for Driver {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
-    }
-}
-
-struct Metadata(Arc<Seen>);
-
-type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
 
 /// Counts an open stream.
 struct OpenStream(Arc<Seen>);
@@ -113,13 +83,15 @@ fn paced(offset: i64, end: i64) -> Messages<GetMetadataAllocatedResponse> {
     }))
 }
 
-fn answer(
-    seen: &Arc<Seen>,
-    handle: &str,
-    offset: i64,
-    timeout: Option<&str>,
-) -> Result<Messages<GetMetadataAllocatedResponse>, Status> {
-    seen.timeouts.lock().unwrap().push(timeout.unwrap_or_default().to_owned());
+fn answer(seen: &Arc<Seen>, Asked { is_delta, request, timeout }: Asked) -> plugin::Answer {
+    let asked = if is_delta { &seen.deltas } else { &seen.allocated };
+    asked.lock().unwrap().push(request.clone());
+    // A base that is unknown here too, as after its time is over.
+    if request.base_snapshot_id == "forgotten" {
+        return Err(Status::not_found("snapshot forgotten does not exist"));
+    }
+    let (handle, offset) = (&request.target_snapshot_id, request.starting_offset);
+    seen.timeouts.lock().unwrap().push(timeout);
     *seen.open.lock().unwrap() += 1;
     let open = OpenStream(seen.clone());
     let holding = move |messages: Messages<GetMetadataAllocatedResponse>| -> Messages<_> {
@@ -157,44 +129,4 @@ fn answer(
         // It does not know the snapshot.
         _ => return Err(Status::not_found(format!("snapshot {handle} does not exist"))),
     })
-}
-
-#[async_trait]
-impl SnapshotMetadata for Metadata {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        request: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let timeout =
-            request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
-        let request = request.into_inner();
-        self.0.allocated.lock().unwrap().push(request.clone());
-        answer(&self.0, &request.snapshot_id, request.starting_offset, timeout.as_deref()).map(Response::new)
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        request: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let timeout =
-            request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
-        let request = request.into_inner();
-        self.0.deltas.lock().unwrap().push(request.clone());
-        // A base that is unknown here too, as after its time is over.
-        if request.base_snapshot_id == "forgotten" {
-            return Err(Status::not_found("snapshot forgotten does not exist"));
-        }
-        let messages =
-            answer(&self.0, &request.target_snapshot_id, request.starting_offset, timeout.as_deref())?;
-        Ok(Response::new(Box::pin(messages.map(|message| {
-            message.map(|message| GetMetadataDeltaResponse {
-                block_metadata_type: message.block_metadata_type,
-                volume_capacity_bytes: message.volume_capacity_bytes,
-                block_metadata: message.block_metadata,
-            })
-        }))))
-    }
 }

@@ -24,7 +24,7 @@ use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
 use odd::Odd;
 
 /// Steps of a life in `make test`, and of one of `make backup-lives`.
-const FEW: usize = 4;
+const FEW: usize = 3;
 const STEPS: usize = 12;
 
 /// A volume as it is now.

@@ -7,9 +7,9 @@ use snapshot_metadata_client::{Client, Options as Access, Policy, Token};
 use tonic::Code;
 
 use super::super::answer::{Answer, missing};
-use super::super::case::{Judged, Verdict, Wrong, code_name, remarked, said};
 use super::super::fixtures::Kind;
 use super::super::subject::Subject;
+use super::super::verdict::{Judged, Verdict, Wrong, code_name, remarked, said};
 use super::cluster::{
     ANOTHER, Caller, Cluster, ELSE, LISTER, NAMED, NOBODY, READER, STRANGER, TARGET_ONLY, UNREADY, named,
 };

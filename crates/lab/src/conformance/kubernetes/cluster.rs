@@ -18,11 +18,11 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Request, Status, Streaming};
 
 use super::super::answer::{Answer, Messages, name};
-use super::super::case::{Judged, Verdict, Wrong};
 use super::super::fixtures::{Kind, Prepared};
 use super::super::plugin::within;
 use super::super::ranges::Ranges;
 use super::super::subject::Subject;
+use super::super::verdict::{Judged, Verdict, Wrong};
 use super::api::{Account, Api, SNAPSHOTS};
 use super::found::{Found, Snapshot};
 use super::front::Front;

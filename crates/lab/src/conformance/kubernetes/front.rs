@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::super::case::{Judged, Verdict, Wrong, remarked};
+use super::super::verdict::{Judged, Verdict, Wrong, remarked};
 use super::cluster::Cluster;
 
 /// How long the server may take to connect, or to answer bytes that it does not want.
