@@ -2,13 +2,12 @@
 //! cargo-fuzz (the feature `fuzz`).
 //!
 //! A target takes bytes and panics where an invariant does not hold. It is in the layer that it tests, in a file `fuzz.rs`;
-//! this file lists them; those of cbt-backup are in its crate. `make fuzz` runs each under libFuzzer, which searches for new paths through the code (`fuzz/`); the
-//! test below runs each on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
+//! this file lists them. Those of cbt-backup are in its crate. `make fuzz` runs each under libFuzzer (`fuzz/`), which searches
+//! for new paths through the code. The test below runs each on its corpus and on mutations of it (`testkit::fuzz`).
+
+use base::fuzz::Target;
 
 use crate::{csi, driver, store};
-
-/// A target: it panics where something does not hold.
-pub type Target = fn(&[u8]);
 
 /// Every target, by the name of its corpus and its file in `fuzz/fuzz_targets/`.
 pub const TARGETS: [(&str, Target); 12] = [
@@ -31,19 +30,13 @@ pub const TARGETS: [(&str, Target); 12] = [
 /// # Panics
 /// Where something does not hold, and where no target has this name.
 pub fn run(name: &str, bytes: &[u8]) {
-    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a target");
-    target(bytes);
+    base::fuzz::run(&TARGETS, name, bytes);
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn every_target_bears_its_corpus_and_mutations_of_it() {
-        testkit::fuzz::run(&super::TARGETS);
-    }
-
-    #[test]
-    fn every_target_has_its_file_and_its_corpus() {
-        testkit::fuzz::are_complete(&super::TARGETS, |name| !name.starts_with("backup_"));
+    fn every_target_has_its_file_and_bears_its_corpus_and_mutations_of_it() {
+        testkit::fuzz::run(&super::TARGETS, |name| !name.starts_with("backup_"));
     }
 }

@@ -1,10 +1,9 @@
 //! The fuzz targets of cbt-backup: one for each kind of file in a repository. Compiled only for tests and for cargo-fuzz (the
-//! feature `fuzz`). See src/fuzz.rs of the driver.
+//! feature `fuzz`). src/fuzz.rs says how they are run.
+
+use base::fuzz::Target;
 
 use crate::repository::fuzz;
-
-/// A target: it panics where something does not hold.
-pub type Target = fn(&[u8]);
 
 /// Every target, by the name of its corpus and its file in `fuzz/fuzz_targets/`.
 pub const TARGETS: [(&str, Target); 7] = [
@@ -22,19 +21,13 @@ pub const TARGETS: [(&str, Target); 7] = [
 /// # Panics
 /// Where something does not hold, and where no target has this name.
 pub fn run(name: &str, bytes: &[u8]) {
-    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a target");
-    target(bytes);
+    base::fuzz::run(&TARGETS, name, bytes);
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn every_target_bears_its_corpus_and_mutations_of_it() {
-        testkit::fuzz::run(&super::TARGETS);
-    }
-
-    #[test]
-    fn every_target_has_its_file_and_its_corpus() {
-        testkit::fuzz::are_complete(&super::TARGETS, |name| name.starts_with("backup_"));
+    fn every_target_has_its_file_and_bears_its_corpus_and_mutations_of_it() {
+        testkit::fuzz::run(&super::TARGETS, |name| name.starts_with("backup_"));
     }
 }

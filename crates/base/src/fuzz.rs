@@ -7,6 +7,15 @@ use std::str::FromStr;
 
 use super::{GroupId, Quantity, SnapshotId, VolumeId};
 
+/// A target: it panics where something does not hold.
+pub type Target = fn(&[u8]);
+
+/// Runs the target of this name.
+pub fn run(targets: &[(&str, Target)], name: &str, bytes: &[u8]) {
+    let (_, target) = targets.iter().find(|(known, _)| *known == name).expect("a target");
+    target(bytes);
+}
+
 /// Takes values from the front of the input; past its end they are zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'i>(pub &'i [u8]);

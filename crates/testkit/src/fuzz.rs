@@ -60,9 +60,10 @@ fn mutate(bytes: &mut Vec<u8>, other: &[u8], dice: &mut fastrand::Rng) {
     }
 }
 
-/// Every target on its corpus, and on mutations of it: a short run, `make fuzz` is the long one. `DELTAPATH_FUZZ_ROUNDS` asks
-/// for another number of rounds than 300 a target.
-pub fn run(targets: Targets<'_>) {
+/// Every target of a crate on its corpus, and on mutations of it: a short run, `make fuzz` is the long one.
+/// `DELTAPATH_FUZZ_ROUNDS` asks for another number of rounds than 300 a target. `is_own` tells its targets from other crates'.
+pub fn run(targets: Targets<'_>, is_own: impl Fn(&str) -> bool) {
+    are_complete(targets, is_own);
     let rounds = std::env::var("DELTAPATH_FUZZ_ROUNDS").ok().and_then(|rounds| rounds.parse().ok());
     for &(name, target) in targets {
         let inputs = corpus(name);
@@ -81,8 +82,8 @@ pub fn run(targets: Targets<'_>) {
     }
 }
 
-/// The targets of a crate, their files for libFuzzer and their corpora are the same set. Those of others have another prefix.
-pub fn are_complete(targets: Targets<'_>, is_own: impl Fn(&str) -> bool) {
+/// The targets of a crate, their files for libFuzzer and their corpora are the same set.
+fn are_complete(targets: Targets<'_>, is_own: impl Fn(&str) -> bool) {
     let own =
         |dir: &Path| -> BTreeSet<String> { names(dir).into_iter().filter(|name| is_own(name)).collect() };
     let home = corpora().join("..");
