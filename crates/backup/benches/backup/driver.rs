@@ -3,19 +3,12 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use futures_util::{Stream, stream};
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
-use proto::{
-    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
-    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
-};
-use tokio::net::UnixListener;
-use tokio::runtime::Runtime;
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::{Request, Response, Status, async_trait};
+use futures_util::{StreamExt, stream};
+use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
+use testkit::plugin::{Asked, Metadata, Served};
+use tonic::Status;
 
 use crate::source::Source;
 
@@ -28,8 +21,8 @@ type Answers = HashMap<(Option<String>, String), Vec<BlockMetadata>>;
 /// A running driver of one volume.
 pub struct Driver {
     answers: Arc<Mutex<Answers>>,
-    runtime: Option<Runtime>,
     socket: PathBuf,
+    _served: Served,
 }
 
 fn lock(answers: &Mutex<Answers>) -> MutexGuard<'_, Answers> {
@@ -49,16 +42,25 @@ impl Driver {
     pub fn start(socket: &Path, source: &Source, handle: &str) -> Self {
         let first = HashMap::from([((None, handle.to_owned()), tuples(&source.ranges()))]);
         let answers = Arc::new(Mutex::new(first));
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime.expect("a runtime");
-        let listener = {
-            let _entered = runtime.enter();
-            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
+        let (known, volume_capacity_bytes) = (answers.clone(), source.size as i64);
+        let answer = move |Asked { is_delta, request, .. }: Asked| {
+            let base = is_delta.then_some(request.base_snapshot_id);
+            let message = |tuples: &[BlockMetadata]| {
+                Ok(GetMetadataAllocatedResponse {
+                    block_metadata_type: BlockMetadataType::VariableLength.into(),
+                    volume_capacity_bytes,
+                    block_metadata: tuples.to_vec(),
+                })
+            };
+            let known = lock(&known);
+            let messages = known.get(&(base, request.target_snapshot_id)).map(|tuples| {
+                let messages: Vec<_> = tuples.chunks(TUPLES).map(message).collect();
+                stream::iter(messages).boxed()
+            });
+            std::future::ready(messages.ok_or_else(|| Status::not_found("no such snapshot")))
         };
-        let service =
-            SnapshotMetadataServer::new(Metadata { answers: answers.clone(), size: source.size as i64 });
-        runtime.spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(listener));
-        Driver { answers, runtime: Some(runtime), socket: socket.to_owned() }
+        let served = Served::start("bench", socket, Some(Metadata(answer)));
+        Driver { answers, socket: socket.to_owned(), _served: served }
     }
 
     pub fn endpoint(&self) -> String {
@@ -67,68 +69,5 @@ impl Driver {
 
     pub fn delta(&self, base: &str, target: &str, changed: &[Range<u64>]) {
         lock(&self.answers).insert((Some(base.to_owned()), target.to_owned()), tuples(changed));
-    }
-}
-
-impl Drop for Driver {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
-        let _ = std::fs::remove_file(&self.socket);
-    }
-}
-
-struct Metadata {
-    answers: Arc<Mutex<Answers>>,
-    size: i64,
-}
-
-type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
-
-impl Metadata {
-    fn of(&self, base: Option<String>, target: String) -> Result<Vec<Vec<BlockMetadata>>, Status> {
-        let answers = lock(&self.answers);
-        let tuples = answers.get(&(base, target)).ok_or_else(|| Status::not_found("no such snapshot"))?;
-        Ok(tuples.chunks(TUPLES).map(<[_]>::to_vec).collect())
-    }
-}
-
-#[async_trait]
-impl SnapshotMetadata for Metadata {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        request: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let volume_capacity_bytes = self.size;
-        let messages =
-            self.of(None, request.into_inner().snapshot_id)?.into_iter().map(move |block_metadata| {
-                Ok(GetMetadataAllocatedResponse {
-                    block_metadata_type: BlockMetadataType::VariableLength.into(),
-                    volume_capacity_bytes,
-                    block_metadata,
-                })
-            });
-        Ok(Response::new(Box::pin(stream::iter(messages))))
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        request: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let request = request.into_inner();
-        let volume_capacity_bytes = self.size;
-        let messages = self.of(Some(request.base_snapshot_id), request.target_snapshot_id)?;
-        let messages = messages.into_iter().map(move |block_metadata| {
-            Ok(GetMetadataDeltaResponse {
-                block_metadata_type: BlockMetadataType::VariableLength.into(),
-                volume_capacity_bytes,
-                block_metadata,
-            })
-        });
-        Ok(Response::new(Box::pin(stream::iter(messages))))
     }
 }

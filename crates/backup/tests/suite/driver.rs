@@ -2,21 +2,14 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use files::pattern::Image;
-use futures_util::{Stream, stream};
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
-use proto::{
-    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
-    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
-};
-use tokio::net::UnixListener;
-use tokio::runtime::Runtime;
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::{Request, Response, Status, async_trait};
+use futures_util::{StreamExt, stream};
+use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
+use testkit::plugin::{self, Asked, Metadata, Served};
+use tonic::Status;
 
 use crate::tool::BLOCK;
 
@@ -110,22 +103,20 @@ struct State {
 /// A running driver.
 pub struct Driver {
     state: Arc<Mutex<State>>,
-    runtime: Option<Runtime>,
     socket: PathBuf,
+    _served: Served,
 }
 
 impl Driver {
     pub fn start(socket: &Path) -> Self {
         let state = Arc::<Mutex<State>>::default();
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime.expect("a runtime");
-        let listener = {
-            let _entered = runtime.enter();
-            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
+        let known = state.clone();
+        let answer = move |asked| {
+            let state = known.clone();
+            async move { answer(&state, asked).await }
         };
-        let service = SnapshotMetadataServer::new(Metadata(state.clone()));
-        runtime.spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(listener));
-        Driver { state, runtime: Some(runtime), socket: socket.to_owned() }
+        let served = Served::start("models", socket, Some(Metadata(answer)));
+        Driver { state, socket: socket.to_owned(), _served: served }
     }
 
     pub fn endpoint(&self) -> String {
@@ -152,45 +143,23 @@ impl Driver {
     }
 }
 
-impl Drop for Driver {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
-    }
-}
-
-struct Metadata(Arc<Mutex<State>>);
-
-type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
-
 /// Tuples in a message: a few, so that streams have several.
 const TUPLES: usize = 16;
 
-impl Metadata {
-    fn of(&self, handle: &str) -> Result<(Image, u64), Status> {
+impl State {
+    fn snapshot(&self, handle: &str) -> Result<(Image, u64), Status> {
         let missing = || Status::not_found(format!("snapshot {handle} does not exist"));
-        self.0.lock().unwrap().snapshots.get(handle).cloned().ok_or_else(missing)
+        self.snapshots.get(handle).cloned().ok_or_else(missing)
     }
 
-    async fn called(&self) {
-        let is_late = {
-            let mut state = self.0.lock().unwrap();
-            state.calls += 1;
-            let is_late = state.script.front() == Some(&Fault::Late);
-            if is_late {
-                state.script.pop_front();
-            }
-            is_late
-        };
-        if is_late {
-            tokio::time::sleep(Duration::from_millis(500)).await;
-        }
+    /// The next fault, if it is one of these.
+    fn next_if(&mut self, is_due: fn(&Fault) -> bool) -> Option<Fault> {
+        self.script.front().is_some_and(is_due).then(|| self.script.pop_front())?
     }
 
     /// Blocks as messages from an offset on, with the fault that is due.
-    fn answer(
-        &self,
+    fn messages(
+        &mut self,
         blocks: &[u64],
         size: u64,
         from: i64,
@@ -203,11 +172,7 @@ impl Metadata {
                 None => tuples.push(BlockMetadata { byte_offset: offset, size_bytes: BLOCK as i64 }),
             }
         }
-        let mut state = self.0.lock().unwrap();
-        let fault = match state.script.front() {
-            Some(Fault::NoDelta | Fault::OtherVolume) | None => None,
-            Some(_) => state.script.pop_front(),
-        };
+        let fault = self.next_if(|fault| !matches!(fault, Fault::NoDelta | Fault::OtherVolume));
         if fault != Some(Fault::FromTheBeginning) {
             tuples.retain(|tuple| tuple.byte_offset + tuple.size_bytes > from);
         }
@@ -237,45 +202,27 @@ impl Metadata {
     }
 }
 
-#[async_trait]
-impl SnapshotMetadata for Metadata {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        request: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        self.called().await;
-        let request = request.into_inner();
-        let (image, size) = self.of(&request.snapshot_id)?;
-        let messages = self.answer(&image.allocated(), size, request.starting_offset);
-        Ok(Response::new(Box::pin(stream::iter(messages))))
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        request: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        match self.0.lock().unwrap().script.front() {
-            Some(Fault::NoDelta) => return Err(Status::unimplemented("this driver has no deltas")),
-            Some(Fault::OtherVolume) => {
-                return Err(Status::invalid_argument("the snapshots are of different volumes"));
-            }
-            _ => {}
+async fn answer(state: &Mutex<State>, Asked { is_delta, request, .. }: Asked) -> plugin::Answer {
+    match state.lock().unwrap().script.front() {
+        Some(Fault::NoDelta) if is_delta => {
+            return Err(Status::unimplemented("this driver has no deltas"));
         }
-        self.called().await;
-        let request = request.into_inner();
-        let (base, _) = self.of(&request.base_snapshot_id)?;
-        let (target, size) = self.of(&request.target_snapshot_id)?;
-        let messages = self.answer(&target.changed_since(&base), size, request.starting_offset);
-        let messages = messages.into_iter().map(|message| {
-            message.map(|message| GetMetadataDeltaResponse {
-                block_metadata_type: message.block_metadata_type,
-                volume_capacity_bytes: message.volume_capacity_bytes,
-                block_metadata: message.block_metadata,
-            })
-        });
-        Ok(Response::new(Box::pin(stream::iter(messages.collect::<Vec<_>>()))))
+        Some(Fault::OtherVolume) if is_delta => {
+            return Err(Status::invalid_argument("the snapshots are of different volumes"));
+        }
+        _ => {}
     }
+    let late = {
+        let mut state = state.lock().unwrap();
+        state.calls += 1;
+        state.next_if(|fault| *fault == Fault::Late)
+    };
+    if late.is_some() {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    let mut state = state.lock().unwrap();
+    let base = is_delta.then(|| state.snapshot(&request.base_snapshot_id)).transpose()?;
+    let (target, size) = state.snapshot(&request.target_snapshot_id)?;
+    let blocks = base.map_or_else(|| target.allocated(), |(base, _)| target.changed_since(&base));
+    Ok(stream::iter(state.messages(&blocks, size, request.starting_offset)).boxed())
 }
