@@ -36,7 +36,7 @@ pub use request::create::{CapacityRange, CreateVolume, SourceRef};
 pub use request::page::{Page, PageRequest, SnapshotFilter};
 pub use request::params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use snapshots::groups::Group;
-pub use snapshots::hashing::{Hashing, HashingThread};
+pub use snapshots::hashing::run::{Hashing, HashingThread};
 pub use snapshots::take::Snapshots;
 pub use transfer::begin::Transfers;
 pub use transfer::send::{OpenSource, Point, Sources};

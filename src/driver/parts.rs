@@ -9,7 +9,7 @@ use crate::driver::health::volume::Health;
 use crate::driver::metadata::read::Metadata;
 use crate::driver::node::used::Node;
 use crate::driver::shared::Shared;
-use crate::driver::snapshots::hashing::Hashing;
+use crate::driver::snapshots::hashing::run::Hashing;
 use crate::driver::snapshots::quiesce::Copier;
 use crate::driver::snapshots::take::Snapshots;
 use crate::driver::transfer::begin::Transfers;

@@ -14,7 +14,7 @@ use crate::driver::node::used::Node;
 use crate::driver::parts::Driver;
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::fill::Filler;
-use crate::driver::snapshots::hashing::Hashing;
+use crate::driver::snapshots::hashing::run::Hashing;
 use crate::driver::snapshots::hashing::writers::Writers;
 use crate::driver::snapshots::history::hold::Histories;
 use crate::driver::snapshots::queue::Queue;
