@@ -422,34 +422,24 @@ fn as_it_will_be(mut crd: Value) -> Value {
 }
 
 fn resource(kind: &str) -> ApiResource {
-    let (group, version, plural) = match kind {
-        "Namespace" => ("", "v1", "namespaces"),
-        "ConfigMap" => ("", "v1", "configmaps"),
-        "ServiceAccount" => ("", "v1", "serviceaccounts"),
-        "Secret" => ("", "v1", "secrets"),
-        "Pod" => ("", "v1", "pods"),
-        "PersistentVolume" => ("", "v1", "persistentvolumes"),
-        "PersistentVolumeClaim" => ("", "v1", "persistentvolumeclaims"),
-        "Lease" => ("coordination.k8s.io", "v1", "leases"),
-        "Role" => ("rbac.authorization.k8s.io", "v1", "roles"),
-        "RoleBinding" => ("rbac.authorization.k8s.io", "v1", "rolebindings"),
-        "ClusterRole" => ("rbac.authorization.k8s.io", "v1", "clusterroles"),
-        "ClusterRoleBinding" => ("rbac.authorization.k8s.io", "v1", "clusterrolebindings"),
-        "VolumeSnapshot" => ("snapshot.storage.k8s.io", "v1", "volumesnapshots"),
-        "VolumeSnapshotContent" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotcontents"),
-        "VolumeSnapshotClass" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotclasses"),
-        "DifferentialSnapshot" => ("differential.cbt.storage.k8s.io", "v1alpha1", "differentialsnapshots"),
-        "DriverDiscovery" => ("discovery.cbt.storage.k8s.io", "v1alpha1", "driverdiscoveries"),
-        "VolumeSnapshotDelta" => ("cbt.storage.k8s.io", "v1alpha1", "volumesnapshotdeltas"),
-        "APIService" => ("apiregistration.k8s.io", "v1", "apiservices"),
-        "Service" => ("", "v1", "services"),
-        "EndpointSlice" => ("discovery.k8s.io", "v1", "endpointslices"),
-        "PriorityLevelConfiguration" => ("flowcontrol.apiserver.k8s.io", "v1", "prioritylevelconfigurations"),
-        "FlowSchema" => ("flowcontrol.apiserver.k8s.io", "v1", "flowschemas"),
-        "SnapshotMetadataService" => ("cbt.storage.k8s.io", "v1beta1", "snapshotmetadataservices"),
+    let (group, version) = match kind {
+        "Namespace" | "ConfigMap" | "ServiceAccount" | "Secret" | "Pod" | "Service" => ("", "v1"),
+        "PersistentVolume" | "PersistentVolumeClaim" => ("", "v1"),
+        "Lease" => ("coordination.k8s.io", "v1"),
+        "Role" | "RoleBinding" | "ClusterRole" | "ClusterRoleBinding" => ("rbac.authorization.k8s.io", "v1"),
+        "VolumeSnapshot" | "VolumeSnapshotContent" | "VolumeSnapshotClass" => {
+            ("snapshot.storage.k8s.io", "v1")
+        }
+        "DifferentialSnapshot" => ("differential.cbt.storage.k8s.io", "v1alpha1"),
+        "DriverDiscovery" => ("discovery.cbt.storage.k8s.io", "v1alpha1"),
+        "VolumeSnapshotDelta" => ("cbt.storage.k8s.io", "v1alpha1"),
+        "SnapshotMetadataService" => ("cbt.storage.k8s.io", "v1beta1"),
+        "APIService" => ("apiregistration.k8s.io", "v1"),
+        "EndpointSlice" => ("discovery.k8s.io", "v1"),
+        "PriorityLevelConfiguration" | "FlowSchema" => ("flowcontrol.apiserver.k8s.io", "v1"),
         _ => panic!("the kind {kind} is not in the test kit's list"),
     };
-    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural)
+    ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind))
 }
 
 /// A CA with the server's certificate and an administrator's, another with those by which the server shows other API servers

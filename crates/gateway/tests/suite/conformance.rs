@@ -1,7 +1,7 @@
 //! Promise: `cbt-lab conformance --kubernetes` passes on the gateway, each of its cases sees a service that is broken in that way
-//! (`cbt-lab faults` stands before the gateway), and it finds in the community's sidecar what docs/conformance.md says.
+//! (`cbt-lab faults` in front of the gateway), and it finds in the community's sidecar what docs/conformance.md says.
 //!
-//! The driver behind is `cbt-lab mock`.
+//! The driver is `cbt-lab mock`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -25,13 +25,6 @@ async fn driver(world: &World, changes: &str) -> Lab {
     driver_at(world, &world.socket(), &["--changes", changes]).await
 }
 
-/// The driver alone.
-async fn mock(world: &World, socket: &Path, more: &[&str]) -> Lab {
-    let listen = format!("unix://{}", socket.display());
-    let named = ["mock", "--listen", &listen, "--driver-name", &world.driver];
-    Lab::start(named.iter().chain(&["--volume", "disk=1Gi", "--snapshots", "2"]).chain(more)).await
-}
-
 /// The same at another socket, with more flags.
 pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
     let lab = mock(world, socket, more).await;
@@ -42,6 +35,13 @@ pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
         world.snapshot_with(&world.namespace, name, handle, at).await;
     }
     lab
+}
+
+/// The driver alone.
+async fn mock(world: &World, socket: &Path, more: &[&str]) -> Lab {
+    let listen = format!("unix://{}", socket.display());
+    let named = ["mock", "--listen", &listen, "--driver-name", &world.driver];
+    Lab::start(named.iter().chain(&["--volume", "disk=1Gi", "--snapshots", "2"]).chain(more)).await
 }
 
 /// Exit code, verdict and detail by case, and the whole report.
@@ -85,14 +85,9 @@ fn names(cases: &[Value]) -> BTreeSet<String> {
 async fn assert_nothing_is_left(world: &World) {
     let ours = ListParams::default().labels(&format!("cbt-lab/tests={}", world.namespace));
     let homes = world.api.objects("Namespace", None).list(&ours).await.expect("namespaces");
-    let homes: Vec<String> = homes
-        .into_iter()
-        .map(|home| {
-            let name = home.metadata.name.expect("a name");
-            assert!(home.metadata.deletion_timestamp.is_some(), "{name} is not deleted");
-            name
-        })
-        .collect();
+    let is_deleted = homes.iter().all(|home| home.metadata.deletion_timestamp.is_some());
+    assert!(is_deleted, "not deleted: {homes:?}");
+    let homes: Vec<String> = homes.into_iter().map(|home| home.metadata.name.expect("a name")).collect();
     for kind in ["Role", "RoleBinding", "Secret", "ServiceAccount", "VolumeSnapshot"] {
         for namespace in homes.iter().chain([&world.namespace]) {
             let objects = world.api.objects(kind, Some(namespace)).list(&ListParams::default()).await;
@@ -367,8 +362,8 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
     let gateway = world.gateway(&[]).await;
     let at = |name: &str| world.dir.path().join(name).display().to_string();
     std::fs::write(at("gateway-ca"), &gateway.files.as_ref().expect("files").ca).expect("write");
-    let (upstream, upstream_ca, ca_file) =
-        (format!("https://127.0.0.1:{}", gateway.port), at("gateway-ca"), at("ca"));
+    let upstream = format!("https://127.0.0.1:{}", gateway.port);
+    let [upstream_ca, ca_file] = ["gateway-ca", "ca"].map(at);
     world.service("127.0.0.1:1", AUDIENCE, "YQ==").await;
     let expired = expired_token(world).await;
     let services = world.api.objects("SnapshotMetadataService", None);
@@ -472,15 +467,13 @@ pub async fn an_interrupted_run_leaves_nothing(world: World) {
 }
 
 pub async fn what_cannot_be_tested_says_why_and_leaves_nothing(world: World) {
-    let ns = world.namespace.clone();
-    let admin = world.api.kubeconfig.clone();
     let says_to = async |config: &Path, arguments: &[&str], part: &str| {
         let output = suite(&world, config, arguments).output().await.expect("run");
         let told = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {told}");
         assert!(output.stdout.is_empty() && told.contains(part), "{arguments:?}: {told}");
     };
-    let says = async |arguments: &[&str], part: &str| says_to(&admin, arguments, part).await;
+    let says = async |arguments: &[&str], part: &str| says_to(&world.api.kubeconfig, arguments, part).await;
     says(&[], "no two VolumeSnapshots of one claim").await;
     says(&["--snapshot", "monday"], "give it twice").await;
     says(&["--snapshot", "monday", "--snapshot", "tuesday"], "monday does not exist").await;
@@ -490,18 +483,18 @@ pub async fn what_cannot_be_tested_says_why_and_leaves_nothing(world: World) {
     let _driver = driver(&world, SOME).await;
     says(&[], "there is no SnapshotMetadataService").await;
     let unready = |snapshot: &mut Value, _: &mut Value| snapshot["status"]["readyToUse"] = json!(false);
-    world.snapshot_with(&ns, "unready", "disk-1", unready).await;
+    world.snapshot_with(&world.namespace, "unready", "disk-1", unready).await;
     says(&["--snapshot", "monday", "--snapshot", "unready"], "not ready to use").await;
     let other = |_: &mut Value, content: &mut Value| {
         content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
     };
-    world.snapshot_with(&ns, "of-another", "disk-1", other).await;
+    world.snapshot_with(&world.namespace, "of-another", "disk-1", other).await;
     says(&["--snapshot", "monday", "--snapshot", "of-another"], "two volumes").await;
     // An account that may make nothing.
     world.service("127.0.0.1:1", AUDIENCE, "YQ==").await;
     let rules = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get", "list"]}]);
-    world.api.account(&ns, "user", rules).await;
-    let config = world.api.kubeconfig_of(&ns, "user").await;
+    world.api.account(&world.namespace, "user", rules).await;
+    let config = world.api.kubeconfig_of(&world.namespace, "user").await;
     says_to(&config, &[], "forbidden").await;
     assert_nothing_is_left(&world).await;
 }
