@@ -85,9 +85,9 @@ impl Reserve {
     }
 
     /// Makes a change that gives room back, or is needed before one. If there is no room for it, gives the reserve back and
-    /// tries again.
+    /// tries again. If the reserve is not held, another call may have given it back without its room being free yet, or may
+    /// have used it and freed more since.
     pub fn spend<T>(&self, change: impl Fn() -> Result<T>) -> Result<T> {
-        let was_held = self.is_held();
         let error = match change() {
             Err(error) if error.is_no_space() => error,
             outcome => return outcome,
@@ -100,11 +100,9 @@ impl Reserve {
                 Err(error) if !error.is_not_found() => return Err(error),
                 _ => {}
             }
-            // What was removed is free after a commit.
-            durable::sync_filesystem(self.dir())?;
-        } else if !was_held {
-            return Err(error);
         }
+        // What was removed is free after a commit.
+        durable::sync_filesystem(self.dir())?;
         change()
     }
 

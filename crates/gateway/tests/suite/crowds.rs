@@ -93,7 +93,14 @@ pub async fn ten_thousand_strangers_keep_nobody_out(world: World) {
         while begun.elapsed() < Duration::from_secs(15) || held.load(Ordering::Relaxed) < STRANGERS {
             let asked = Instant::now();
             let answer = tokio::time::timeout(Duration::from_secs(60), async {
-                gateway.client().await.allocated(&token, &ns, "monday").await
+                loop {
+                    let answer = gateway.client().await.allocated(&token, &ns, "monday").await;
+                    // Until its token is known a client is a stranger too, and is closed for newer ones where this machine
+                    // is slow. As clients do, it connects again, and the time goes on.
+                    if !answer.as_ref().is_err_and(|status| status.message() == "transport error") {
+                        break answer;
+                    }
+                }
             });
             let answer = answer.await.unwrap_or_else(|_| panic!("a valid client got no answer: {kind:?}"));
             assert_eq!(code(&answer), Code::Ok, "{kind:?}: {answer:?}");
