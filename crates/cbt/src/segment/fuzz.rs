@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use super::*;
 use crate::allocation::{AllocatedScan, Allocation};
-use base::ByteRange;
 use base::fuzz::Input;
+use base::{ByteRange, Stop};
 
 /// A file of any bytes, and one of any payloads, rows and trailer under checksums that fit: what can be read
 /// of it is what it says, within the bounds that it says, and can be written again.

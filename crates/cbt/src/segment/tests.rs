@@ -1,4 +1,5 @@
 use super::*;
+use base::Stop;
 
 fn header(blocks: u64) -> MapHeader {
     MapHeader { block_size: BlockSize::MIN, blocks, relative_to: None }
