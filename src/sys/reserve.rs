@@ -150,3 +150,26 @@ fn noise(length: usize) -> Vec<u8> {
     blake3::Hasher::new().finalize_xof().fill(&mut bytes);
     bytes
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Of 24 deletions at once on a full pool one failed now and then: another call was giving the reserve back at that moment.
+    #[test]
+    fn a_change_is_tried_again_also_where_the_reserve_is_not_held() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let reserve = Reserve::at(dir.path().join("reserve"));
+        let tries = Cell::new(0);
+        let change = || {
+            tries.set(tries.get() + 1);
+            match tries.get() {
+                1 => Err(io::Error::from_raw_os_error(libc::ENOSPC)).context("rename", dir.path()),
+                _ => Ok(()),
+            }
+        };
+        reserve.spend(change).expect("there is room by now");
+        assert_eq!(tries.get(), 2);
+    }
+}
