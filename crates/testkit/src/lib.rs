@@ -53,25 +53,38 @@ pub const POOLS: [PoolKind; 3] = PoolKind::ALL;
 
 /// A program of this workspace, as it was built beside the test that runs.
 pub fn program(name: &str) -> PathBuf {
+    let package = if name == "cbt-earlier" { "deltapath-earlier" } else { name };
+    // Cargo builds the programs of the tested packages alone; of all, where the whole workspace is tested (`make test`).
+    let arguments = ["--bin", name, "--package", package];
+    beside_the_test(name, if name == "deltapath" { None } else { Some(arguments) })
+}
+
+/// An example of the root package.
+pub fn example(name: &str) -> PathBuf {
+    beside_the_test(&format!("examples/{name}"), Some(["--example", name, "--package", "deltapath"]))
+}
+
+/// A file of the build's directory, for which Cargo may have to be called.
+fn beside_the_test(path: &str, arguments: Option<[&str; 4]>) -> PathBuf {
     static BUILT: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let test = std::env::current_exe().expect("the test's own path");
     // target/PROFILE/deps/suite-HASH
     let profile = test.ancestors().nth(2).expect("a directory of the build");
-    // Cargo builds the programs of the tested packages alone; of all, where the whole workspace is tested (`make test`).
-    let is_there = name == "deltapath" || std::env::var_os("DELTAPATH_PROGRAMS_ARE_BUILT").is_some();
+    let arguments = arguments.filter(|_| std::env::var_os("DELTAPATH_PROGRAMS_ARE_BUILT").is_none());
     let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
-    if !is_there && built.insert(name.to_owned()) {
+    if let Some(arguments) = arguments
+        && built.insert(path.to_owned())
+    {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        let package = if name == "cbt-earlier" { "deltapath-earlier" } else { name };
-        cargo.args(["build", "--quiet", "--locked", "--bin", name, "--package", package]);
+        cargo.args(["build", "--quiet", "--locked"]).args(arguments);
         cargo.arg("--target-dir").arg(profile.parent().expect("the target directory"));
         if profile.ends_with("release") {
             cargo.arg("--release");
         }
         let status = cargo.current_dir(HOME).status().expect("cargo");
-        assert!(status.success(), "cargo could not build {name}");
+        assert!(status.success(), "cargo could not build {path}");
     }
-    profile.join(name)
+    profile.join(path)
 }
 
 /// Ends a test that needs what only `make test-all` builds where `make test` runs: hack/run-tests.sh, which gives each test a process,

@@ -1,10 +1,11 @@
 //! `cbt-lab conformance`. Our driver passes (here), every case fails on a driver that is broken on purpose (`faults.rs`), the
-//! suite ends whatever the driver or the user does (`ends.rs`), cases that run at once find the same (`jobs.rs`), and its flags work
-//! (`usage.rs`).
+//! suite ends whatever the driver or the user does (`ends.rs`), cases that run at once find the same (`jobs.rs`), its flags work
+//! (`usage.rs`), and the driver of docs/tutorial-driver.md passes (`minimal.rs`).
 
 mod ends;
 mod faults;
 mod jobs;
+mod minimal;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
