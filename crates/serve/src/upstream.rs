@@ -30,10 +30,12 @@ pub const ORIGIN: &str = "http://localhost";
 /// What a stream may send ahead, in bytes, and how many such streams a connection has at most.
 const NARROW: u32 = 16 << 10;
 const STREAMS: usize = 256;
-/// The same for streams with a wide window. Connections have both limits from the beginning, since the windows of single
-/// streams cannot be changed; so these have connections of their own.
-const WIDE: u32 = 128 << 10;
-const WIDE_STREAMS: usize = 128;
+/// The same for streams with a wide window, and the largest frame of these: a fast stream costs by the frame. Connections have
+/// these limits from the beginning, since the windows of single streams cannot be changed; so wide streams have connections
+/// of their own.
+const WIDE: u32 = 512 << 10;
+const WIDE_STREAMS: usize = 32;
+const WIDE_FRAME: u32 = 64 << 10;
 /// The most bytes of a head or of trailers, unpacked.
 const MAX_FIELDS: u32 = 16 << 10;
 /// What small pieces of data may cost until their tasks have taken them over, as `h2` counts it: 256 bytes for each that has less.
@@ -269,11 +271,13 @@ impl Connection {
     where
         T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let (window, streams) = if is_wide { (WIDE, WIDE_STREAMS) } else { (NARROW, STREAMS) };
+        let (window, streams, frame) =
+            if is_wide { (WIDE, WIDE_STREAMS, WIDE_FRAME) } else { (NARROW, STREAMS, NARROW) };
         let (requests, mut connection) = Builder::new()
             .enable_push(false)
             .initial_window_size(window)
             .initial_connection_window_size(window * streams as u32)
+            .max_frame_size(frame)
             .max_header_list_size(MAX_FIELDS)
             .data_frame_budget(SMALL_PIECES)
             .handshake(io)
