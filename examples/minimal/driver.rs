@@ -187,7 +187,7 @@ impl Controller for Driver {
             remove(self.dir.join(&id)).await?;
             records.volumes.remove(&id);
         }
-        Ok(Response::default())
+        Ok(Response::new(Default::default()))
     }
 
     async fn create_snapshot(
@@ -231,7 +231,7 @@ impl Controller for Driver {
             remove(self.map(&id)).await?;
             records.snapshots.remove(&id);
         }
-        Ok(Response::default())
+        Ok(Response::new(Default::default()))
     }
 
     async fn validate_volume_capabilities(
@@ -291,7 +291,7 @@ impl Node for Driver {
         let file = self.dir.join(&request.volume_id);
         let device = run("losetup", &[&options[..], &[&file]].concat()).await?;
         run("mount", &["--bind".as_ref(), device.as_ref(), target]).await?;
-        Ok(Response::default())
+        Ok(Response::new(Default::default()))
     }
 
     async fn node_unpublish_volume(
@@ -305,14 +305,14 @@ impl Node for Driver {
             run("umount", &[target]).await?;
             remove(target.into()).await?;
         }
-        Ok(Response::default())
+        Ok(Response::new(Default::default()))
     }
 
     async fn node_get_capabilities(
         &self,
         _: Request<NodeGetCapabilitiesRequest>,
     ) -> Answer<NodeGetCapabilitiesResponse> {
-        Ok(Response::default())
+        Ok(Response::new(Default::default()))
     }
 
     async fn node_get_info(&self, _: Request<NodeGetInfoRequest>) -> Answer<NodeGetInfoResponse> {

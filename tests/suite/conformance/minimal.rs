@@ -26,8 +26,12 @@ async fn the_minimal_driver_conforms() {
     for (case, (verdict, detail)) in &verdicts {
         match verdict.as_str() {
             "pass" => passed += 1,
+            // Answers about 64 MiB are handed over before a deadline or a deletion, and hold no million ranges.
             "not-shown" => {
-                assert!(case.ends_with("-many") || case == "filesystem-volume", "{case}: {detail}")
+                let is_known = ["-many", "-deadline", "-meanwhile", "filesystem-volume"]
+                    .iter()
+                    .any(|end| case.ends_with(end));
+                assert!(is_known, "{case}: {detail}");
             }
             "skip" => {
                 let is_known =
