@@ -32,3 +32,63 @@ fn the_example_in_python_lists_a_delta() {
     test.env("CSI_PROTO_DIR", concat!(env!("CARGO_MANIFEST_DIR"), "/../../proto"));
     passes(test);
 }
+
+/// The commands of docs/tutorial-first-delta.md print what the page says. What they install is there already.
+fn the_page_is_right(chosen: impl Fn(&str) -> bool) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = std::fs::read_to_string(root.join("docs/tutorial-first-delta.md")).expect("the page");
+    let (mut script, mut printed, mut is_chosen) = (String::new(), String::new(), false);
+    for block in page.split("\n```").skip(1).step_by(2) {
+        let (language, content) = block.split_once('\n').expect("a block");
+        match language {
+            "sh" => {
+                is_chosen = !content.contains("pip install") && chosen(content);
+                script += if is_chosen { content } else { "" };
+                script.push('\n');
+            }
+            "text" if is_chosen => printed += &format!("{content}\n"),
+            _ => {}
+        }
+    }
+    let programs = Path::new(env!("CARGO_BIN_EXE_cbt-lab")).parent().expect("a directory");
+    let python = root.join(".deps/python/bin");
+    let path = std::env::var("PATH").expect("PATH");
+    let path = format!("{}:{}:{path}", programs.display(), python.display());
+    let mut bash = Command::new("bash");
+    // Also where a command fails, no mock is left.
+    let script = format!("trap 'kill $(jobs -p) 2>/dev/null' EXIT\n{script}");
+    bash.args(["-euc", &script]).current_dir(&root).env("PATH", path).env("PYTHONDONTWRITEBYTECODE", "1");
+    let output = bash.output().expect("bash");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    assert!(!printed.is_empty());
+    assert_eq!(String::from_utf8_lossy(&output.stdout), printed, "{told}");
+}
+
+#[test]
+fn the_first_delta_in_python_is_as_its_page_says() {
+    crate::needs("Python with gRPC");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    assert!(root.join(".deps/python/bin/python3").exists(), "needs Python with gRPC: run `make test-deps`");
+    the_page_is_right(|commands| !commands.contains("go run"));
+}
+
+#[test]
+fn the_first_delta_in_go_is_as_its_page_says() {
+    crate::needs("Go");
+    the_page_is_right(|commands| !commands.contains("python3"));
+}
+
+/// The page shows lines of the client as they are.
+#[test]
+fn the_page_of_the_first_delta_shows_the_client() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tutorial-first-delta.md");
+    let page = std::fs::read_to_string(page).expect("the page");
+    let client = std::fs::read_to_string(example("python/first_delta.py")).expect("the client");
+    let excerpts: Vec<&str> =
+        page.split("\n```python\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
+    assert!(!excerpts.is_empty());
+    for excerpt in excerpts {
+        assert!(client.contains(excerpt), "not in the client:\n{excerpt}");
+    }
+}
