@@ -348,7 +348,8 @@ impl Scene {
         let called = {
             let (socket, path) = (self.cluster.router().socket.clone(), row.path());
             let message = message.clone();
-            tokio::spawn(async move { code_of(&socket, &path, &message, DEADLINE).await })
+            // Long enough to come to the step also on a machine that is busy with other disks.
+            tokio::spawn(async move { code_of(&socket, &path, &message, 4 * DEADLINE).await })
         };
         self.orders.reached(&called).await;
         fault.strike(&mut self.cluster.nodes[1]);
