@@ -33,8 +33,9 @@ fn the_example_in_python_lists_a_delta() {
     passes(test);
 }
 
-/// The commands of docs/tutorial-first-delta.md print what the page says. What they install is there already.
-fn the_page_is_right(chosen: impl Fn(&str) -> bool) {
+/// The chosen commands of docs/tutorial-first-delta.md, and what the page says that they print. What they install is there
+/// already.
+fn of_the_page(chosen: impl Fn(&str) -> bool) -> (String, String) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = std::fs::read_to_string(root.join("docs/tutorial-first-delta.md")).expect("the page");
     let (mut script, mut printed, mut is_chosen) = (String::new(), String::new(), false);
@@ -50,18 +51,23 @@ fn the_page_is_right(chosen: impl Fn(&str) -> bool) {
             _ => {}
         }
     }
+    assert!(!printed.is_empty());
+    (script, printed)
+}
+
+fn prints(script: &str, printed: &str) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let programs = Path::new(env!("CARGO_BIN_EXE_cbt-lab")).parent().expect("a directory");
     let python = root.join(".deps/python/bin");
     let path = std::env::var("PATH").expect("PATH");
     let path = format!("{}:{}:{path}", programs.display(), python.display());
     let mut bash = Command::new("bash");
     // Also where a command fails, no mock is left.
-    let script = format!("trap 'kill $(jobs -p) 2>/dev/null' EXIT\n{script}");
+    let script = format!("trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}");
     bash.args(["-euc", &script]).current_dir(&root).env("PATH", path).env("PYTHONDONTWRITEBYTECODE", "1");
     let output = bash.output().expect("bash");
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{told}");
-    assert!(!printed.is_empty());
     assert_eq!(String::from_utf8_lossy(&output.stdout), printed, "{told}");
 }
 
@@ -70,13 +76,20 @@ fn the_first_delta_in_python_is_as_its_page_says() {
     crate::needs("Python with gRPC");
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     assert!(root.join(".deps/python/bin/python3").exists(), "needs Python with gRPC: run `make test-deps`");
-    the_page_is_right(|commands| !commands.contains("go run"));
+    let (script, printed) = of_the_page(|commands| !commands.contains("go run"));
+    prints(&script, &printed);
 }
 
 #[test]
 fn the_first_delta_in_go_is_as_its_page_says() {
     crate::needs("Go");
-    the_page_is_right(|commands| !commands.contains("python3"));
+    let (script, printed) = of_the_page(|commands| !commands.contains("python3"));
+    prints(&script, &printed);
+    // It resumes as the one in Python does.
+    let tuples = "--tuples-per-message 100";
+    assert!(script.contains(tuples), "{script}");
+    let cut = script.replace(tuples, &format!("{tuples} --fault cut:after=1,first=1"));
+    prints(&cut, &format!("Unavailable: going on at byte 6692864\n{printed}"));
 }
 
 /// The page shows lines of the client as they are.
