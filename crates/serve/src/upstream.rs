@@ -19,7 +19,8 @@ use h2::client::{Builder, SendRequest};
 use h2::{FlowControl, Ping, PingPong, Reason, RecvStream};
 use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tonic::Code;
 use tonic::codegen::http::{self, HeaderMap, HeaderValue, Request, response};
@@ -42,9 +43,6 @@ const SMALL_PIECES: usize = 16 << 20;
 /// How long a call whose client is gone waits for its head. A server may end the connection of a client that takes back many calls
 /// before it has looked at them, and all calls on it.
 const GRACE: Duration = Duration::from_secs(1);
-/// How long an answer that nobody reads any more has to be silent before it is taken back. `h2` 0.4.20 counts small pieces that
-/// come after that among [`SMALL_PIECES`] for ever, so the connection would end after some such calls, and all others on it.
-const QUIET: Duration = Duration::from_millis(50);
 /// When a connection is looked at, and how long an answer to a ping may take.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Between two pings to a server of ours.
@@ -177,11 +175,11 @@ impl Upstream {
             let state = place.0.state.clone();
             let (told, head) = oneshot::channel();
             let inbox = Arc::<Mutex<Inbox>>::default();
-            let gone = Arc::<Notify>::default();
-            tokio::spawn(place.ask(request.clone(), body.clone(), told, inbox.clone(), gone.clone()));
+            let work = place.ask(request.clone(), body.clone(), told, inbox.clone());
+            let task = tokio::spawn(work).abort_handle();
             match head.await.unwrap_or(Err(Error::Silent)) {
                 Ok(Begun { head, is_whole, window }) => {
-                    return Ok((head, Answer { inbox, is_whole, window, gone, _wide: wide }));
+                    return Ok((head, Answer { inbox, is_whole, window, task, _wide: wide }));
                 }
                 Err(error) if !is_new && error.is_of_connection() => {
                     state.is_over.store(true, Ordering::Relaxed);
@@ -356,20 +354,19 @@ impl Place {
         body: Bytes,
         mut told: oneshot::Sender<Result<Begun, Error>>,
         inbox: Arc<Mutex<Inbox>>,
-        gone: Arc<Notify>,
     ) {
         let asked = async {
             let (answer, mut sender) = self.0.requests.clone().send_request(request, false)?;
             sender.send_data(body, true)?;
             answer.await
         };
-        let gave_up = async {
+        let gone = async {
             told.closed().await;
             sleep(GRACE).await;
         };
         let asked = tokio::select! {
             asked = asked => asked,
-            () = gave_up => return,
+            () = gone => return,
         };
         let answer = match asked.map_err(|error| self.error(error)) {
             Ok(answer) => answer,
@@ -382,19 +379,14 @@ impl Place {
         self.0.state.is_heard.store(true, Ordering::Relaxed);
         let (head, mut body) = answer.into_parts();
         let (is_whole, window) = (body.is_end_stream(), body.flow_control().clone());
-        match told.send(Ok(Begun { head, is_whole, window })) {
-            Ok(()) => self.fill(body, &inbox, &gone).await,
-            Err(_) => drain(&mut body).await,
+        if told.send(Ok(Begun { head, is_whole, window })).is_ok() {
+            self.fill(body, &inbox).await;
         }
     }
 
-    async fn fill(self, mut body: RecvStream, inbox: &Mutex<Inbox>, gone: &Notify) {
+    async fn fill(self, mut body: RecvStream, inbox: &Mutex<Inbox>) {
         let end = loop {
-            let piece = tokio::select! {
-                piece = body.data() => piece,
-                () = gone.notified() => return drain(&mut body).await,
-            };
-            match piece {
+            match body.data().await {
                 Some(Ok(bytes)) => {
                     self.0.state.is_heard.store(true, Ordering::Relaxed);
                     lock(inbox).add(|inbox| inbox.bytes.extend_from_slice(&bytes));
@@ -422,12 +414,6 @@ impl Drop for Place {
     }
 }
 
-/// Reads what the server may still send ahead, so that nothing is under way when the answer is taken back.
-async fn drain(body: &mut RecvStream) {
-    let until = Instant::now() + GRACE;
-    while Instant::now() < until && matches!(timeout(QUIET, body.data()).await, Ok(Some(Ok(_)))) {}
-}
-
 fn broken(error: h2::Error) -> Error {
     Error::Broken(Arc::new(error))
 }
@@ -445,7 +431,7 @@ pub struct Answer {
     inbox: Arc<Mutex<Inbox>>,
     is_whole: bool,
     window: FlowControl,
-    gone: Arc<Notify>,
+    task: AbortHandle,
     _wide: Option<OwnedSemaphorePermit>,
 }
 
@@ -491,9 +477,9 @@ impl Answer {
 }
 
 impl Drop for Answer {
-    /// The task takes the call back.
+    /// The server is told that nobody waits any more.
     fn drop(&mut self) {
-        self.gone.notify_one();
+        self.task.abort();
     }
 }
 
