@@ -11,7 +11,8 @@ channel = grpc.insecure_channel("unix://" + socket)
 controller, node = services.ControllerStub(channel), services.NodeStub(channel)
 metadata = services.SnapshotMetadataStub(channel)
 block = csi.VolumeCapability(block={}, access_mode={"mode": "SINGLE_NODE_WRITER"})
-RETRY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.ABORTED)
+RETRY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.ABORTED,
+         grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def ranges(call, request):
@@ -27,6 +28,7 @@ def ranges(call, request):
                     yield found.byte_offset, found.size_bytes
                     # The byte after the last range: there a cut answer goes on.
                     request.starting_offset = found.byte_offset + found.size_bytes
+                    retries = 5
             return
         except grpc.RpcError as error:
             retries -= 1

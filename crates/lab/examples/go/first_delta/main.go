@@ -45,6 +45,7 @@ func ranges[M message, S interface{ Recv() (M, error) }](call func(offset int64)
 				}
 				// The byte after the last range: there a cut answer goes on.
 				offset = found.ByteOffset + found.SizeBytes
+				retries = 5
 			}
 		}
 		code := status.Code(err)
