@@ -142,7 +142,8 @@ macro_rules! not_served {
 impl Controller for Driver {
     async fn create_volume(&self, request: Request<CreateVolumeRequest>) -> Answer<CreateVolumeResponse> {
         let request = request.into_inner();
-        if request.name.is_empty() || !request.volume_capabilities.iter().all(is_block) {
+        let capabilities = &request.volume_capabilities;
+        if request.name.is_empty() || capabilities.is_empty() || !capabilities.iter().all(is_block) {
             return Err(Status::invalid_argument("a name and capabilities of Block volumes are needed"));
         }
         let mut records = self.records.lock().await;
@@ -195,6 +196,9 @@ impl Controller for Driver {
         request: Request<CreateSnapshotRequest>,
     ) -> Answer<CreateSnapshotResponse> {
         let CreateSnapshotRequest { name, source_volume_id: volume, .. } = request.into_inner();
+        if name.is_empty() {
+            return Err(Status::invalid_argument("the name is missing"));
+        }
         let mut records = self.records.lock().await;
         if let Some((id, there)) = records.snapshots.iter().find(|(_, snapshot)| snapshot.name == name) {
             return match there.volume == volume {

@@ -38,8 +38,7 @@ const WIDE_STREAMS: usize = 32;
 const WIDE_FRAME: u32 = 64 << 10;
 /// The most bytes of a head or of trailers, unpacked.
 const MAX_FIELDS: u32 = 16 << 10;
-/// What small pieces of data may cost until their tasks have taken them over, as `h2` counts it: 256 bytes for each that has less.
-/// A wide window full of messages of one tuple counts 5 MiB.
+/// What small pieces of data may cost until their tasks take them over: `h2` counts 256 bytes for each, 5 MiB for a wide window.
 const SMALL_PIECES: usize = 64 << 20;
 /// How long a call whose client is gone waits for its head. A server may end the connection of a client that takes back many calls
 /// before it has looked at them, and all calls on it.

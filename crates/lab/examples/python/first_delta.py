@@ -26,7 +26,7 @@ def ranges(call, request):
                     raise ValueError(f"block_metadata_type {message.block_metadata_type}")
                 for found in message.block_metadata:
                     yield found.byte_offset, found.size_bytes
-                    # The byte after the last range: there a cut answer goes on.
+                    # A cut answer continues at the byte after the last range.
                     request.starting_offset = found.byte_offset + found.size_bytes
                     retries = 5
             return

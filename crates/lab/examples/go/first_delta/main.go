@@ -43,7 +43,7 @@ func ranges[M message, S interface{ Recv() (M, error) }](call func(offset int64)
 				if err := use(found.ByteOffset, found.SizeBytes); err != nil {
 					return err
 				}
-				// The byte after the last range: there a cut answer goes on.
+				// A cut answer continues at the byte after the last range.
 				offset = found.ByteOffset + found.SizeBytes
 				retries = 5
 			}
