@@ -210,6 +210,10 @@ pub fn capability(access: Access, mode: Mode) -> VolumeCapability {
     capability
 }
 
+fn named(kind: &str, name: &NewName) -> String {
+    format!("name of a {kind}: {}", name.text(""))
+}
+
 /// A call with the ids that its names had when it began.
 #[derive(Clone, Debug)]
 pub struct Asked {
@@ -218,10 +222,22 @@ pub struct Asked {
 }
 
 impl Asked {
+    /// The name of the snapshot or group that the call makes, and its first source.
+    pub fn made_of(&self) -> Option<(String, String)> {
+        match &self.call {
+            Call::CreateSnapshot { name, volume, .. } => {
+                Some((named("snapshot", name), self.names.volume(volume)))
+            }
+            Call::CreateGroup { name, volumes, .. } => {
+                Some((named("group", name), self.names.volume(volumes.first()?)))
+            }
+            _ => None,
+        }
+    }
+
     /// The objects that the call works on. Of two concurrent calls that share one, either may be answered with ABORTED.
     pub fn objects(&self) -> Vec<String> {
         let names = &self.names;
-        let named = |kind: &str, name: &NewName| format!("name of a {kind}: {}", name.text(""));
         match &self.call {
             Call::CreateVolume(new) => {
                 let mut objects = vec![named("volume", &new.name)];

@@ -83,9 +83,11 @@ impl Search<'_> {
             return cut(world, asked, self.listed);
         }
         if let Answer::Failed(Code::Aborted, _) = answer
-            && self.may_be_busy(number)
+            && (self.may_be_busy(number) || world.is_kept_elsewhere(asked))
         {
-            return vec![world.clone()];
+            let mut next = world.clone();
+            next.abort(asked);
+            return vec![next];
         }
         let mut next = world.clone();
         match next.accept(asked, answer, self.events.len() == 1) {

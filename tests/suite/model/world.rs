@@ -179,6 +179,9 @@ pub struct World {
     pub litter: BTreeSet<Place>,
     /// For targets where something is left, whether it is a directory.
     pub left: BTreeMap<Place, bool>,
+    /// Names of snapshots and groups, each with the key of a node. A router may keep the name for this node, because the
+    /// node's last answer was ABORTED.
+    pub kept_names: BTreeSet<(String, String)>,
 }
 
 impl World {
@@ -194,13 +197,18 @@ impl World {
             ephemeral: BTreeMap::new(),
             litter: BTreeSet::new(),
             left: BTreeMap::new(),
+            kept_names: BTreeSet::new(),
         }
     }
 
     /// Updates the state with an answer, or returns why no driver in this state would give it. `alone`: no other call was
     /// running, so values that are read without a lock must be exact too.
     pub fn accept(&mut self, asked: &Asked, answer: &Answer, alone: bool) -> Result<(), String> {
-        self.judge(|world| world.rule(asked, answer, alone), answer)
+        self.judge(|world| world.rule(asked, answer, alone), answer)?;
+        if let (Answer::Done(_), Some((name, _))) = (answer, asked.made_of()) {
+            self.kept_names.retain(|(kept, _)| *kept != name);
+        }
+        Ok(())
     }
 
     /// Compares an answer with a rule.
@@ -329,6 +337,21 @@ impl World {
     pub fn are_apart<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> bool {
         let keys: BTreeSet<String> = ids.into_iter().filter_map(key_of).collect();
         self.is_routed() && keys.len() > 1
+    }
+
+    /// The call was answered with ABORTED.
+    pub fn abort(&mut self, asked: &Asked) {
+        if let Some((name, source)) = asked.made_of().filter(|_| self.is_routed()) {
+            self.kept_names.extend(key_of(&source).map(|key| (name, key)));
+        }
+    }
+
+    /// Whether a router may keep the name that the call gives for another node.
+    pub fn is_kept_elsewhere(&self, asked: &Asked) -> bool {
+        asked.made_of().is_some_and(|(name, source)| {
+            let ours = key_of(&source);
+            self.kept_names.iter().any(|(kept, key)| *kept == name && ours.as_ref() != Some(key))
+        })
     }
 
     /// Forgets the deleted snapshots of a volume that cannot be the base of a delta, and the oldest ones beyond the count.

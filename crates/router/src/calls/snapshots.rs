@@ -91,8 +91,8 @@ impl Router {
             )));
         }
         if chosen != node.key && found.is_empty() {
-            return Err(Status::already_exists(format!(
-                "{name:?} is being made on another node ({chosen}): use another name, or the same request"
+            return Err(Status::aborted(format!(
+                "another call may still make {name:?} on node {chosen}: try again, or use another name"
             )));
         }
         work.ask(node).await

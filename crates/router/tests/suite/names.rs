@@ -120,7 +120,7 @@ async fn two_routers_at_once_make_one_snapshot_of_a_name() {
         let winner = answers.iter().position(Result::is_ok).unwrap_or_else(|| panic!("none: {answers:?}"));
         let id = answers[winner].as_ref().expect("made").clone();
         let error = answers.swap_remove(1 - winner).expect_err("two of one name");
-        assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+        assert!(matches!(error.code(), Code::AlreadyExists | Code::Aborted), "{error}");
         for router in 0..2 {
             let again = call(winner, router).await.expect("a client");
             assert_eq!(again.expect("found again"), id);
