@@ -250,6 +250,11 @@ impl Index {
         })
     }
 
+    /// The snapshots of a volume by their sequence numbers, retained ones among them.
+    pub fn places(&self, volume: &VolumeId) -> Option<&BTreeMap<u64, SnapshotId>> {
+        self.lines.get(volume)
+    }
+
     /// The volumes that have snapshots, also only retained ones; the volumes may be deleted.
     pub fn lines(&self) -> impl Iterator<Item = &VolumeId> {
         self.lines.keys()

@@ -50,6 +50,7 @@ mod sanity;
 mod secrets;
 mod security;
 mod seeds;
+mod skips;
 mod snapshots;
 mod startup;
 mod streams;

@@ -155,7 +155,7 @@ async fn what_is_of_no_use_takes_nobodys_place() {
     rig.detach_and_finish(&other).await;
 }
 
-fn verify(data_dir: &Path) -> Output {
+pub fn verify(data_dir: &Path) -> Output {
     let mut command = std::process::Command::new(testkit::program("deltapath"));
     command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
     command.output().expect("run deltapath verify")
@@ -217,7 +217,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
 }
 
 /// Flips one bit of a file.
-fn flip(path: &Path, at: u64) {
+pub fn flip(path: &Path, at: u64) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::options().read(true).write(true).open(path).expect("open");
     let mut byte = [0];

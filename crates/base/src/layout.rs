@@ -9,7 +9,7 @@
 //! DIR/pool/                       the pool: a plain directory, or where the image is mounted
 //!     volumes/<id>/record.json    state.json: where it is attached, staged and published
 //!     volumes/<id>/bytes/data.img
-//!     snapshots/<id>/record.json  allocated.map changed.map pending.map hashes
+//!     snapshots/<id>/record.json  allocated.map changed.map skip-1.map skip-2.map ... pending.map hashes
 //!     snapshots/<id>/bytes/data.img
 //!     groups/<id>/record.json     a group snapshot
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
@@ -243,21 +243,36 @@ impl ObjectDir {
         self.0.join("changed.map")
     }
 
+    /// The levels of skip maps.
+    pub const SKIPS: std::ops::RangeInclusive<u32> = 1..=4;
+
+    /// `skip-LEVEL.map`: blocks that may differ from a snapshot further back.
+    pub fn skip(&self, level: u32) -> PathBuf {
+        self.0.join(format!("skip-{level}.map"))
+    }
+
+    /// The skip maps that are there.
+    pub fn skips(&self) -> Vec<PathBuf> {
+        Self::SKIPS.map(|level| self.skip(level)).filter(|path| path.exists()).collect()
+    }
+
     /// `pending.map`: blocks whose hash is not written yet.
     pub fn pending(&self) -> PathBuf {
         self.0.join("pending.map")
     }
 
     /// The drafts of maps that a crash may leave.
-    pub fn map_drafts(&self) -> [PathBuf; 5] {
+    pub fn map_drafts(&self) -> Vec<PathBuf> {
         let (allocated, changed) = (self.allocated(), self.changed());
-        [
+        let mut drafts = vec![
             DraftFile::New.of(&allocated),
             DraftFile::Checked.of(&allocated),
             DraftFile::New.of(&self.pending()),
             DraftFile::New.of(&changed),
             DraftFile::Compared.of(&changed),
-        ]
+        ];
+        drafts.extend(Self::SKIPS.map(|level| DraftFile::New.of(&self.skip(level))));
+        drafts
     }
 
     /// `hashes`: one hash per block.

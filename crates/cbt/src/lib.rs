@@ -32,7 +32,7 @@ pub use hashfile::{HashFile, HashReader};
 pub use physical::PhysicalDiff;
 pub use runs::{Loaded, RunSource, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
-pub use scrub::{Finding, Progress, check_maps, scrub};
+pub use scrub::{Finding, Progress, check_changed, check_maps, scrub};
 pub use segment::{
     MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, SegmentIndex, copy_map, write_union,
 };

@@ -1,14 +1,19 @@
 //! Holding the maps and hashes of a snapshot against its data.
 
 use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
 use super::allocation::Allocation;
+use super::delta::{DeltaScan, Side};
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader};
 use super::segment::{MapFile, SegmentIndex, all_indexes, locate};
+use super::walk::Found;
 use super::{Error, Result};
 use base::{Block, BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
 use files::Context;
@@ -40,6 +45,9 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
     // `pending` before the hashes: a slot is written before its block leaves `pending`.
     let pending = sound_map(&dir.pending(), &mut findings)?;
     sound_map(&dir.changed(), &mut findings)?;
+    for skip in dir.skips() {
+        sound_map(&skip, &mut findings)?;
+    }
     let allocated = sound_map(&dir.allocated(), &mut findings)?;
     let hashes = HashFile::open(&dir.hashes())?;
     let length = data.metadata().context("stat", &path)?.len();
@@ -73,10 +81,11 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
 /// not there. The hashes are only opened: [`scrub`] reads them.
 pub fn check_maps(dir: &ObjectDir, size: BlockSize, capacity: u64, tracking: bool) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
-    let wanted = match tracking {
-        true => vec![dir.allocated(), dir.changed(), dir.pending()],
-        false => vec![dir.allocated()],
-    };
+    let mut wanted = vec![dir.allocated()];
+    if tracking {
+        wanted.extend([dir.changed(), dir.pending()]);
+        wanted.extend(dir.skips());
+    }
     for path in wanted {
         if !path.exists() {
             let what = format!("{} is missing", file_name(&path));
@@ -94,12 +103,41 @@ pub fn check_maps(dir: &ObjectDir, size: BlockSize, capacity: u64, tracking: boo
     Ok(findings)
 }
 
-fn file_name(path: &std::path::Path) -> std::borrow::Cow<'_, str> {
+/// Compares two snapshots as a whole, and reports the blocks that differ and are not in `path`, the `changed` or skip map of
+/// `dir` that is relative to `base`. Blocks of which one side has neither data nor a hash are not compared.
+pub fn check_changed(base: &ObjectDir, dir: &ObjectDir, path: &Path, stop: &Stop) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    let Some(map) = MapFile::open_sound(path)? else { return Ok(findings) };
+    let size = map.header().block_size;
+    let side = |dir| Side::open(dir, Arc::default());
+    let mut scan = DeltaScan::new(side(base)?, side(dir)?, None, Block(0));
+    let (mut at, mut listed) = (None, RoaringBitmap::new());
+    loop {
+        let run = match scan.next_run(stop, Instant::now() + Duration::from_secs(1)) {
+            Ok(Found::Run(run)) => run,
+            Ok(Found::Nothing) => continue,
+            Ok(Found::End) | Err(Error::Lost { .. }) => return Ok(findings),
+            Err(error) => return Err(error),
+        };
+        for block in run.blocks() {
+            let (index, within) = locate(block);
+            if at != Some(index) {
+                (at, listed) = (Some(index), map.segment_or_all(index)?);
+            }
+            if !listed.contains(within) {
+                let what = format!("{} lacks a block that differs", file_name(path));
+                findings.push(Finding { what, range: Some(BlockRange::one(block).bytes(size)) });
+            }
+        }
+    }
+}
+
+fn file_name(path: &Path) -> std::borrow::Cow<'_, str> {
     path.file_name().unwrap_or_default().to_string_lossy()
 }
 
 /// A map whose table is sound; damaged segments are reported and left to the caller.
-fn sound_map(path: &std::path::Path, findings: &mut Vec<Finding>) -> Result<Option<MapFile>> {
+fn sound_map(path: &Path, findings: &mut Vec<Finding>) -> Result<Option<MapFile>> {
     let name = file_name(path);
     let mut tell = |what, range| findings.push(Finding { what: format!("{name}: {what}"), range });
     let map = match MapFile::open(path) {

@@ -255,6 +255,7 @@ impl Audit<'_> {
             known.push(dir.deleted());
         }
         known.extend(maps);
+        known.extend(ObjectDir::SKIPS.map(|level| dir.skip(level)));
         self.names(dir.path(), &known.iter().map(PathBuf::as_path).collect::<Vec<_>>())?;
         match length(dir)? {
             // The bytes of a deleted snapshot may have been freed.

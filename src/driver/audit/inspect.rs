@@ -8,7 +8,7 @@ use crate::driver::error::{Error, Result};
 use crate::driver::start::known_pool;
 use crate::pool::{OpenPool, PoolRequest};
 use crate::store::{self, LockedDir, Manifest, SnapshotRecord, Store};
-use base::{DataDir, SnapshotId, Stop};
+use base::{DataDir, ObjectDir, SnapshotId, Stop};
 use cbt::{self, Finding, MapFile, Progress};
 
 /// The objects of a data directory, read-only.
@@ -122,7 +122,10 @@ impl Inspection {
         let Some(record) = self.store.read(|index| index.snapshot(id)) else { return Ok(None) };
         let dir = self.store.snapshot_dir(&record);
         let found = match record.tracking {
-            true => cbt::scrub(&dir, record.block_size, progress, stop),
+            true => cbt::scrub(&dir, record.block_size, progress, stop).and_then(|mut found| {
+                found.extend(self.verify_links(&dir, stop)?);
+                Ok(found)
+            }),
             // Without tracking it has no hashes.
             false => cbt::check_maps(&dir, record.block_size, record.capacity, false),
         };
@@ -131,5 +134,21 @@ impl Inspection {
             Err(cbt::Error::Sys(error)) if error.is_not_found() && self.store.is_gone(&record) => Ok(None),
             found => Ok(Some(found?)),
         }
+    }
+
+    /// Compares a snapshot with those that its `changed` and skip maps are relative to.
+    fn verify_links(&self, dir: &ObjectDir, stop: &Stop) -> cbt::Result<Vec<Finding>> {
+        let mut found = Vec::new();
+        for path in [dir.changed()].into_iter().chain(dir.skips()) {
+            let relation = MapFile::open_sound(&path)?.and_then(|map| map.header().relative_to.clone());
+            let base = relation.and_then(|it| self.store.read(|index| index.known(&it.snapshot)));
+            let Some(base) = base else { continue };
+            match cbt::check_changed(&self.store.snapshot_dir(&base), dir, &path, stop) {
+                // The base was removed meanwhile.
+                Err(cbt::Error::Sys(error)) if error.is_not_found() => {}
+                checked => found.extend(checked?),
+            }
+        }
+        Ok(found)
     }
 }

@@ -1,9 +1,9 @@
 //! The queue decides which snapshot the hashing thread works on next. It is kept in memory only, and made again from the
 //! maps at start.
 //!
-//! Volumes take turns, one step each, so that no volume waits for another's first snapshot. Work on a snapshot has two
+//! Volumes take turns, one step each, so that no volume waits for another's first snapshot. Work on a snapshot has three
 //! parts. The blocks that may have changed come first, those of a volume's newest snapshot before the others, because the
-//! next delta needs them. The rest comes in the order in which the snapshots were taken, because each takes hashes over
+//! next delta needs them. Then its skip maps are made, those of the oldest snapshot first. The rest comes in the order in which the snapshots were taken, because each takes hashes over
 //! from the one before. A rest without anything to hash comes before all: it reads no data, and frees the bytes of
 //! deleted snapshots.
 
@@ -90,6 +90,8 @@ pub(in crate::driver) struct Work {
 pub(in crate::driver) enum Part {
     /// Hashes the blocks that may have changed since the snapshot before, and finds those that did.
     Changes,
+    /// Makes its skip maps.
+    Skips,
     /// Hashes all other blocks.
     Rest,
 }
@@ -100,6 +102,8 @@ enum Rank {
     /// The rest of a snapshot without anything left to hash.
     Hashed,
     Changes,
+    /// After the changes, so that what was compared there need not be compared again.
+    Skips,
     Rest,
 }
 
@@ -107,6 +111,7 @@ impl Rank {
     fn part(self) -> Part {
         match self {
             Rank::Changes => Part::Changes,
+            Rank::Skips => Part::Skips,
             Rank::Hashed | Rank::Rest => Part::Rest,
         }
     }
@@ -114,12 +119,14 @@ impl Rank {
 
 impl Job {
     fn new(id: SnapshotId, left: u64) -> Self {
-        Job { id, left, parts: BTreeMap::from([(Part::Changes, FIRST), (Part::Rest, FIRST)]) }
+        let parts = [Part::Changes, Part::Skips, Part::Rest].map(|part| (part, FIRST));
+        Job { id, left, parts: parts.into() }
     }
 
     fn rank(&self, part: Part) -> Rank {
         match (part, self.left) {
             (Part::Changes, _) => Rank::Changes,
+            (Part::Skips, _) => Rank::Skips,
             (Part::Rest, 0) => Rank::Hashed,
             (Part::Rest, _) => Rank::Rest,
         }
@@ -137,7 +144,7 @@ impl Line {
         let (rank, sequences) = self.ready.iter().next()?;
         let sequence = match rank {
             Rank::Changes => sequences.last(),
-            Rank::Hashed | Rank::Rest => sequences.first(),
+            Rank::Hashed | Rank::Skips | Rank::Rest => sequences.first(),
         };
         Some((*sequence?, rank.part()))
     }
@@ -193,8 +200,9 @@ impl State {
         self.change(place, |job| {
             let job = job.get_or_insert_with(|| Job::new(id.clone(), bytes));
             job.left = bytes;
-            // What made the changes fail may be over, so they are tried at once. The rest is tried when it is due.
+            // What made the changes fail may be over, so they are tried at once. The others are tried when they are due.
             job.parts.insert(Part::Changes, FIRST);
+            job.parts.entry(Part::Skips).or_insert(FIRST);
             job.parts.entry(Part::Rest).or_insert(FIRST);
         });
     }
@@ -271,6 +279,16 @@ impl Queue {
         self.wake.notify_all();
     }
 
+    /// Queues a snapshot that lacks a skip map.
+    pub(in crate::driver) fn add_skips(&self, record: &SnapshotRecord) {
+        self.state().change(&(record.volume.clone(), record.sequence), |job| {
+            let job =
+                job.get_or_insert_with(|| Job { id: record.id.clone(), left: 0, parts: BTreeMap::new() });
+            job.parts.entry(Part::Skips).or_insert(FIRST);
+        });
+        self.wake.notify_all();
+    }
+
     /// Removes a snapshot that no longer exists.
     pub(in crate::driver) fn forget(&self, record: &SnapshotRecord) {
         self.state().forget(&(record.volume.clone(), record.sequence));
@@ -286,7 +304,7 @@ impl Queue {
         self.state().put_off(work, Instant::now());
     }
 
-    /// Ends work. Its snapshot leaves the queue, unless its other part is left.
+    /// Ends work. Its snapshot leaves the queue, unless another part is left.
     pub(in crate::driver) fn done(&self, work: &Work) {
         self.state().done(work);
     }

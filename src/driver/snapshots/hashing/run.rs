@@ -1,21 +1,18 @@
 //! The thread: takes work from the queue, hashes, and compares with the parent. What a step hashes is in `step.rs`.
 
-use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::locks::Key;
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::history::hold::Histories;
-use crate::driver::snapshots::queue::{Next, Part, Queue, TURN, Work};
+use crate::driver::snapshots::queue::{Next, Part, Queue, Work};
 use crate::store::{Index, SnapshotRecord};
 use crate::sys;
-use base::{Block, DraftFile, Foreground};
-use cbt::{self, DeltaScan, Found, MapFile, MapHeader, MapWriter, Relation};
+use base::{DraftFile, Foreground};
+use cbt::{self, MapFile};
 use files::Context;
-use files::durable;
 
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
 #[derive(Debug)]
@@ -128,7 +125,7 @@ impl Hashing {
                     continue;
                 }
                 let bytes = self.histories.pending_bytes(record);
-                if bytes > 0 || self.is_to_compare(record) {
+                if bytes > 0 || self.is_to_compare(record) || self.histories.lacks_skips(record) {
                     self.queue.add(record, bytes);
                 }
             }
@@ -182,6 +179,7 @@ impl Hashing {
     fn work_on_part(&self, part: Part, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
         match part {
             Part::Changes => self.compare_changes(record, helpers),
+            Part::Skips => helpers.install(|| self.histories.make_skips(record, &self.queue.stop)),
             Part::Rest => {
                 if !self.hash_snapshot(record, None, helpers)? {
                     return Ok(false);
@@ -229,39 +227,7 @@ impl Hashing {
             return Ok(());
         };
         let fresh = DraftFile::Compared.of(&dir.changed());
-        let written = self.write_compared(&fresh, changed, &relation, parent, record);
-        if written.is_err() {
-            durable::remove(&fresh)?;
-            return written;
-        }
+        self.histories.write_differences(&fresh, parent, record, vec![changed], &self.queue.stop)?;
         self.histories.hold([&record.volume]).keep_compared(record, &relation, &fresh)
-    }
-
-    fn write_compared(
-        &self,
-        fresh: &Path,
-        changed: MapFile,
-        relation: &Relation,
-        parent: &SnapshotRecord,
-        record: &SnapshotRecord,
-    ) -> Result<()> {
-        let exact = Relation { exact: true, ..relation.clone() };
-        let header = MapHeader { relative_to: Some(exact), ..changed.header().clone() };
-        durable::remove(fresh)?;
-        let mut writer = MapWriter::create(fresh, header)?;
-        let stop = &self.queue.stop;
-        let mut scan = DeltaScan::new(
-            self.histories.side(parent, stop)?,
-            self.histories.side(record, stop)?,
-            Some(vec![changed]),
-            Block(0),
-        );
-        loop {
-            match scan.next_run(stop, Instant::now() + TURN)? {
-                Found::Run(run) => writer.insert(run)?,
-                Found::Nothing => {}
-                Found::End => return Ok(writer.finish()?),
-            }
-        }
     }
 }

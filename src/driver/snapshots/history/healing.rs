@@ -154,9 +154,10 @@ impl Histories {
 impl History<'_> {
     /// Replaces the `allocated` map of a snapshot, which is wrong about the blocks `wrong`, by the map `fresh`.
     ///
-    /// 1. Add the blocks to `pending`, and to `changed` of the snapshot and of its child, which are no longer exact: these
+    /// 1. Remove the skip maps over the snapshot, which may lack the blocks.
+    /// 2. Add the blocks to `pending`, and to `changed` of the snapshot and of its child, which are no longer exact: these
     ///    maps may list too much.
-    /// 2. Replace `allocated`. After a crash before this step, the next check finds the wrong map.
+    /// 3. Replace `allocated`. After a crash before this step, the next check finds the wrong map.
     fn replace_allocated(
         &mut self,
         _map: &OpGuard,
@@ -176,6 +177,7 @@ impl History<'_> {
             snapshot_id = %record.id, blocks,
             "the allocated map does not match the data, making it again; deltas that were listed before may lack these blocks"
         );
+        self.remove_skips_from(record);
         let pending = MapFile::open(&dir.pending())?;
         let neighbours = store.read(|index| {
             let line = || index.line(&record.volume);

@@ -7,6 +7,7 @@
 //! - `parent.rs`: the snapshot that a new one builds on. `snapshots/fill.rs` writes the link to it into the draft; the commit
 //!   makes it count.
 //! - `links.rs`: the way from one snapshot to a later one, and how links are merged when a snapshot between is removed.
+//! - `skips.rs`: links over many snapshots at once.
 //! - `retention.rs`: which deleted snapshots stay, and whose bytes are freed.
 //! - `healing.rs`: maps and hashes that are damaged or wrong are made again from the data.
 
@@ -15,3 +16,4 @@ pub(in crate::driver) mod hold;
 pub(in crate::driver) mod links;
 pub(in crate::driver) mod parent;
 pub(in crate::driver) mod retention;
+pub(in crate::driver) mod skips;

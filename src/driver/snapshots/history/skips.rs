@@ -1,0 +1,213 @@
+//! Skip maps: what changed over many snapshots at once, so that a delta over a long chain reads few maps.
+//!
+//! A level cuts the sequence numbers of a volume's snapshots into spans of [`FAN`]^level. The first snapshot of a span has
+//! a `skip-LEVEL.map`, relative to the first snapshot of the last span before it that has any. So each level is a chain
+//! from the newest span to the oldest, also where snapshots are removed, and the way between two of n snapshots has about
+//! 2 FAN log(n) maps.
+//!
+//! A skip map has the format and the promise of a `changed` map: it may list too much, never too little. Nothing needs it:
+//! [`Histories::way`] takes shorter links where one is missing. The hashing thread makes those that are missing, and a
+//! [`History`] removes one together with the snapshot that it is relative to.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::driver::error::Result;
+use crate::driver::snapshots::history::hold::{Histories, History};
+use crate::store::SnapshotRecord;
+use base::{DraftFile, ObjectDir, SnapshotId, Stop};
+use cbt::MapFile;
+use files::durable;
+
+/// Spans of one level in a span of the next. Tests make skip maps of two snapshots.
+const FAN: u64 = if cfg!(feature = "failpoints") { 2 } else { 8 };
+
+/// The snapshots of a volume by sequence number.
+type Line = BTreeMap<u64, SnapshotId>;
+
+/// The span of a level that a sequence number is in.
+pub(super) fn span(sequence: u64, level: u32) -> u64 {
+    sequence / FAN.pow(level)
+}
+
+fn first_from(line: &Line, sequence: u64) -> Option<u64> {
+    line.range(sequence..).next().map(|(sequence, _)| *sequence)
+}
+
+/// Whether a snapshot is the first of its span.
+fn is_first(line: &Line, sequence: u64, level: u32) -> bool {
+    first_from(line, span(sequence, level) * FAN.pow(level)) == Some(sequence)
+}
+
+/// The snapshot that another one's skip map is relative to; `None` if it has none of this level.
+fn skip_base(line: &Line, sequence: u64, level: u32) -> Option<u64> {
+    let (before, _) = line.range(..sequence).next_back().filter(|_| is_first(line, sequence, level))?;
+    first_from(line, span(*before, level) * FAN.pow(level))
+}
+
+/// The snapshot whose skip map is relative to this one; `None` if there is none of this level.
+fn skips_to(line: &Line, sequence: u64, level: u32) -> Option<u64> {
+    let next = (span(sequence, level) + 1) * FAN.pow(level);
+    first_from(line, next).filter(|_| is_first(line, sequence, level))
+}
+
+impl Histories {
+    /// Makes the skip maps of a snapshot that are missing, the shortest first, for the longer ones are made from them. Returns
+    /// whether all are there.
+    pub(in crate::driver) fn make_skips(&self, record: &SnapshotRecord, stop: &Stop) -> Result<bool> {
+        for level in ObjectDir::SKIPS {
+            let Some(base) = self.lacks_skip(record, level) else { continue };
+            // Where a link is missing, all blocks would be compared.
+            let Some(way) = self.way(&base, record)? else { continue };
+            let fresh = DraftFile::New.of(&self.shared.store.snapshot_dir(record).skip(level));
+            self.write_differences(&fresh, &base, record, way, stop)?;
+            if !self.hold([&record.volume]).keep_skip(record, level, &base, &fresh)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether a snapshot lacks a skip map.
+    pub(in crate::driver) fn lacks_skips(&self, record: &SnapshotRecord) -> bool {
+        ObjectDir::SKIPS.into_iter().any(|level| self.lacks_skip(record, level).is_some())
+    }
+
+    /// What the skip map of a snapshot would be relative to; `None` if it is there, or there is none of this level.
+    fn lacks_skip(&self, record: &SnapshotRecord, level: u32) -> Option<Arc<SnapshotRecord>> {
+        let base = self.shared.store.read(|index| {
+            // It may have been removed.
+            let line = index.places(&record.volume).filter(|_| index.known(&record.id).is_some())?;
+            index.known(&line[&skip_base(line, record.sequence, level)?])
+        })?;
+        let is_there = match MapFile::open(&self.shared.store.snapshot_dir(record).skip(level)) {
+            Ok(map) => map.header().relative_to.as_ref().is_some_and(|relation| relation.snapshot == base.id),
+            Err(cbt::Error::Damaged { .. }) => false,
+            // A disk that fails gets no more to write.
+            Err(error) => !matches!(error, cbt::Error::Sys(error) if error.is_not_found()),
+        };
+        (!is_there).then_some(base)
+    }
+}
+
+impl History<'_> {
+    /// Keeps a skip map that was written, unless it is relative to a snapshot that was removed meanwhile. Returns whether it
+    /// is kept.
+    fn keep_skip(
+        &self,
+        record: &SnapshotRecord,
+        level: u32,
+        base: &SnapshotRecord,
+        fresh: &Path,
+    ) -> Result<bool> {
+        let histories = self.histories;
+        let is_wanted = histories.lacks_skip(record, level).is_some_and(|now| now.id == base.id);
+        match is_wanted {
+            true => {
+                durable::replace_soon_by(fresh, &histories.shared.store.snapshot_dir(record).skip(level))?
+            }
+            false => durable::remove(fresh)?,
+        }
+        Ok(is_wanted)
+    }
+
+    /// Removes the skip maps that are relative to a snapshot that is removed, and queues the snapshots that then lack one:
+    /// those, and the next first snapshot of its spans.
+    pub(super) fn remove_skips_to(&self, gone: &SnapshotRecord) {
+        let others = self.histories.shared.store.read(|index| {
+            let Some(line) = index.places(&gone.volume) else { return Vec::new() };
+            let skipping = |level| Some((skips_to(line, gone.sequence, level)?, Some(level)));
+            let next = first_from(line, gone.sequence + 1).filter(|_| is_first(line, gone.sequence, 1));
+            let others = ObjectDir::SKIPS.filter_map(skipping).chain(next.map(|next| (next, None)));
+            others.filter_map(|(at, level)| Some((index.known(&line[&at])?, level))).collect()
+        });
+        for (other, level) in others {
+            level.iter().for_each(|level| self.remove_skip(&other, *level));
+            self.histories.queue.add_skips(&other);
+        }
+    }
+
+    /// Removes the skip maps of a snapshot and of all later ones: they may lack blocks.
+    pub(super) fn remove_skips_from(&self, first: &SnapshotRecord) {
+        let is_later = |other: &&Arc<SnapshotRecord>| other.sequence >= first.sequence;
+        let later = self
+            .histories
+            .shared
+            .store
+            .read(|index| -> Vec<_> { index.line(&first.volume).filter(is_later).cloned().collect() });
+        for other in later {
+            ObjectDir::SKIPS.for_each(|level| self.remove_skip(&other, level));
+            self.histories.queue.add_skips(&other);
+        }
+    }
+
+    fn remove_skip(&self, record: &SnapshotRecord, level: u32) {
+        let path = self.histories.shared.store.snapshot_dir(record).skip(level);
+        if let Err(error) = durable::remove(&path) {
+            tracing::warn!(path = %path.display(), error = base::report(&error), "a skip map could not be removed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(places: impl IntoIterator<Item = u64>) -> Line {
+        let id = || SnapshotId::random(base::Key::random().expect("key")).expect("id");
+        places.into_iter().map(|sequence| (sequence, id())).collect()
+    }
+
+    #[test]
+    fn the_first_of_a_span_skips_to_the_first_of_the_span_before() {
+        let (one, two) = (FAN, FAN * FAN);
+        // The places of a line; what the skip maps of the last one, of levels 1 and 2, are relative to.
+        type Case = (Vec<u64>, [Option<u64>; 2]);
+        let cases: [Case; 7] = [
+            (vec![one], [None, None]),
+            ((1..=one).collect(), [Some(1), None]),
+            ((1..=one + 1).collect(), [None, None]),
+            ((1..=two).collect(), [Some(two - one), Some(1)]),
+            // Whole spans, and the first snapshots of spans, were removed.
+            (vec![1, two + 1], [Some(1), Some(1)]),
+            (vec![1, one + 1, two + 1], [Some(one + 1), Some(1)]),
+            (vec![1, one, two + 1, two + one], [Some(two + 1), None]),
+        ];
+        for (places, want) in cases {
+            let last = places[places.len() - 1];
+            let found = [1, 2].map(|level| skip_base(&line(places.clone()), last, level));
+            assert_eq!(found, want, "{places:?}");
+        }
+    }
+
+    /// Whatever is removed, skips that lead to a snapshot are those that it is found to be led to by.
+    #[test]
+    fn what_skips_to_a_snapshot_is_what_has_it_as_its_base() {
+        for seed in 0..300 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let line = line((1..3 * FAN.pow(3)).filter(|_| random.bool()));
+            for level in 1..=3 {
+                for at in line.keys() {
+                    let has_it = |other: &&u64| skip_base(&line, **other, level) == Some(*at);
+                    let want: Vec<u64> = line.keys().filter(has_it).copied().collect();
+                    let found: Vec<u64> = skips_to(&line, *at, level).into_iter().collect();
+                    assert_eq!(found, want, "seed {seed}, level {level}, {at}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_way_over_thousands_is_short() {
+        let line = line(1..=8 * FAN.pow(4));
+        let (mut at, base, mut steps) = (8 * FAN.pow(4), 2, 0);
+        while at != base {
+            let skips = ObjectDir::SKIPS.rev().filter_map(|level| skip_base(&line, at, level));
+            let before = line.range(..at).next_back().map(|(before, _)| *before);
+            at = skips.chain(before).find(|before| *before >= base).expect("a link");
+            steps += 1;
+        }
+        assert!(steps as u64 <= 8 + 8 * FAN, "{steps} maps");
+    }
+}
