@@ -8,11 +8,14 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
+pub(super) use loaded::LoadedSegments;
+use loaded::{Changed, Segment, changed_on_the_way};
+
 use super::ahead::Ahead;
 use super::allocation::Allocation;
 use super::fresh::FreshHashes;
 use super::hash::zero_hash;
-use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
+use super::hashfile::{HashFile, HashReader};
 use super::segment::{MapFile, SegmentIndex, all_indexes, all_of_a_segment};
 use super::walk::{Found, Segments};
 use super::{BlockHash, Error, Result};
@@ -198,9 +201,16 @@ fn judge(base: Content, target: Content, zeros: &BlockHash) -> Verdict {
 /// the start are not read to the end.
 const AT_ONCE: usize = 64 << 10;
 
-/// Looks at a stop flag after a number of blocks: each may cost two page reads. A block whose bytes are
-/// read looks for itself.
+/// Looks at a stop flag and the clock after a number of blocks: each may cost two page reads. A block whose bytes are
+/// read looks at the flag for itself.
 const LOOK: u32 = 64;
+
+/// Segments are loaded ahead until they take so many bytes, or have so many blocks to compare: as many as are asked for at
+/// once.
+const AHEAD_BYTES: usize = 128 << 10;
+const AHEAD_BLOCKS: u64 = 256;
+/// What a bitmap with a few members takes in memory beside its members.
+const CONTAINER: usize = 64;
 
 /// The blocks whose content differs between two snapshots, ascending from a start, found lazily.
 ///
@@ -212,7 +222,9 @@ pub struct DeltaScan {
     sides: Sides,
     changed: Option<Vec<MapFile>>,
     segments: Segments,
-    segment: Option<Segment>,
+    loaded: LoadedSegments,
+    /// How many are loaded at a time: twice as many each time, so that an answer that reads a little loads a little.
+    at_a_time: usize,
     looked: u32,
 }
 
@@ -224,58 +236,6 @@ struct Sides {
     /// The bytes read of a block, kept for one turn.
     buffers: (Vec<u8>, Vec<u8>),
     ahead: Ahead,
-}
-
-/// The segment that a [`DeltaScan`] is in.
-pub(super) struct Segment {
-    index: SegmentIndex,
-    /// Memory it takes.
-    pub(super) bytes: usize,
-    base: SideSegment,
-    target: SideSegment,
-    certain: RoaringBitmap,
-    /// Candidates that are not certain.
-    compared: RoaringBitmap,
-    /// Those of them whose bytes are read, according to the maps.
-    unhashed: RoaringBitmap,
-    candidates: std::iter::Peekable<roaring::bitmap::IntoIter>,
-}
-
-impl Segment {
-    /// The pages with the hashes of blocks that are compared after this one. Some may be of blocks without a hash.
-    fn pages_after(&self, within: u32) -> impl Iterator<Item = u64> {
-        let mut from = u64::from(within) + 1;
-        std::iter::from_fn(move || {
-            let next = self.compared.range(u32::try_from(from).ok()?..).next()?;
-            let page = page_of(self.index.block(next));
-            from = (page + 1) * SLOTS - self.index.blocks().start.0;
-            Some(page)
-        })
-    }
-}
-
-/// The blocks of a segment that changed on the way.
-#[derive(Default)]
-struct Changed {
-    /// They differ: they changed in one step of the way, which knows for sure.
-    certain: RoaringBitmap,
-    /// They may: they changed in several steps, perhaps back, or a step is not sure.
-    doubtful: RoaringBitmap,
-}
-
-/// `None` where a map is damaged, so that every block may have changed.
-fn changed_on_the_way(maps: &[MapFile], index: SegmentIndex, stop: &Stop) -> Result<Option<Changed>> {
-    let (mut all, mut doubtful) = (RoaringBitmap::new(), RoaringBitmap::new());
-    for map in maps {
-        stop.check()?;
-        let Some(segment) = map.sound_segment(index)? else { return Ok(None) };
-        match map.is_exact() {
-            true => doubtful |= &all & &segment,
-            false => doubtful |= &segment,
-        }
-        all |= segment;
-    }
-    Ok(Some(Changed { certain: all - &doubtful, doubtful }))
 }
 
 impl DeltaScan {
@@ -297,7 +257,8 @@ impl DeltaScan {
             },
             changed,
             segments: Segments::new(indexes, start),
-            segment: None,
+            loaded: LoadedSegments::default(),
+            at_a_time: 1,
             looked: 0,
         }
     }
@@ -307,29 +268,37 @@ impl DeltaScan {
     pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Found> {
         let mut run: Option<BlockRange> = None;
         loop {
-            let candidate = self.segment.as_mut().and_then(|segment| {
+            let candidate = self.loaded.0.front_mut().and_then(|segment| {
                 let within = *segment.candidates.peek()?;
-                Some((segment, within))
+                Some((segment.index.block(within), within))
             });
-            let Some((segment, within)) = candidate else {
+            let Some((block, within)) = candidate else {
                 if let Some(run) = run {
                     return Ok(Found::Run(run));
                 }
-                if !self.load_next_segment(stop)? {
+                if !self.load_next(stop, until)? {
                     return Ok(Found::End);
                 }
                 // A segment that takes long to load is not given up before a block of it was judged: it may have to be
                 // loaded again.
-                if self.segment.is_none() && Instant::now() >= until {
+                if self.loaded.0.is_empty() && Instant::now() >= until {
                     return Ok(Found::Nothing);
                 }
                 continue;
             };
-            let block = segment.index.block(within);
             if let Some(run) = run
                 && block != run.end
             {
                 return Ok(Found::Run(run));
+            }
+            let differs = self.sides.differ(&self.loaded, within, block, stop)?;
+            self.loaded.0.front_mut().and_then(|segment| segment.candidates.next());
+            self.segments.next = block + 1;
+            match (&mut run, differs) {
+                (None, true) => run = Some(BlockRange::one(block)),
+                (Some(run), true) => run.end = block + 1,
+                (Some(run), false) => return Ok(Found::Run(*run)),
+                (None, false) => {}
             }
             self.looked = (self.looked + 1) % LOOK;
             if self.looked == 0 {
@@ -338,25 +307,43 @@ impl DeltaScan {
                     return Ok(run.map_or(Found::Nothing, Found::Run));
                 }
             }
-            let differs = self.sides.differ(segment, within, block, stop)?;
-            segment.candidates.next();
-            self.segments.next = block + 1;
-            match (&mut run, differs) {
-                (None, true) => run = Some(BlockRange::one(block)),
-                (Some(run), true) => run.end = block + 1,
-                (Some(run), false) => return Ok(Found::Run(*run)),
-                (None, false) => {}
-            }
         }
     }
 
-    /// Moves on to the next segment, which is left out where it has no candidates; `false` at the end.
-    fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
+    /// Moves on to the next segment that has candidates. Loads it, and small ones that follow, if it is not there. `false` at
+    /// the end.
+    fn load_next(&mut self, stop: &Stop, until: Instant) -> Result<bool> {
         stop.check()?;
-        if let Some(done) = self.segment.take() {
+        if let Some(done) = self.loaded.0.pop_front() {
             self.segments.next = done.index.blocks().end;
         }
-        let Some(index) = self.segments.current() else { return Ok(false) };
+        if !self.loaded.0.is_empty() {
+            return Ok(true);
+        }
+        let Some(mut index) = self.segments.current() else { return Ok(false) };
+        let (mut bytes, mut compared) = (0, 0);
+        loop {
+            match self.load(index, stop)? {
+                Some(segment) => {
+                    (bytes, compared) = (bytes + segment.bytes, compared + segment.compared.len());
+                    self.loaded.0.push_back(segment);
+                }
+                None if self.loaded.0.is_empty() => self.segments.next = index.blocks().end,
+                None => {}
+            }
+            let is_enough =
+                self.loaded.0.len() >= self.at_a_time || bytes >= AHEAD_BYTES || compared >= AHEAD_BLOCKS;
+            match self.segments.after(index).filter(|_| !is_enough && Instant::now() < until) {
+                Some(next) => index = next,
+                None => break,
+            }
+        }
+        self.at_a_time = 2 * self.loaded.0.len().max(1);
+        Ok(true)
+    }
+
+    /// Loads a segment; `None` where it has no candidates.
+    fn load(&self, index: SegmentIndex, stop: &Stop) -> Result<Option<Segment>> {
         let mut found = match &self.changed {
             Some(maps) => changed_on_the_way(maps, index, stop)?,
             None => None,
@@ -385,15 +372,13 @@ impl DeltaScan {
             &unhashed,
             &candidates,
         ];
-        let bytes = maps.iter().map(|map| map.serialized_size()).sum();
+        let stored: usize = maps.iter().map(|map| map.serialized_size()).sum();
         if candidates.is_empty() {
-            self.segments.next = index.blocks().end;
-            return Ok(true);
+            return Ok(None);
         }
+        let bytes = stored + size_of::<Segment>() + CONTAINER * maps.len();
         let candidates = candidates.into_iter().peekable();
-        self.segment = Some(Segment { index, bytes, base, target, certain, compared, unhashed, candidates });
-        self.looked = 0;
-        Ok(true)
+        Ok(Some(Segment { index, bytes, base, target, certain, compared, unhashed, candidates }))
     }
 
     /// The maps of both sides, what they come to, and one map of the way at a time.
@@ -402,30 +387,34 @@ impl DeltaScan {
         let side = |side: &Side| map(side.allocated.map()) + side.pending.as_ref().map_or(0, map);
         let way = self.changed.iter().flatten().map(map).max().unwrap_or(0);
         let kept = (4 + self.changed.iter().flatten().count()) * MapFile::KEPT;
-        3 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + kept + 2 * AT_ONCE
+        3 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + kept + 2 * AT_ONCE + AHEAD_BYTES
     }
 
-    /// Gives up the memory it does without, and the segment that it is in: where that is not put back, it is read
-    /// again.
-    pub(super) fn park(&mut self) -> Option<Segment> {
+    /// Gives up the memory it does without, and the loaded segments: where they are not put back, they are read again.
+    pub(super) fn park(&mut self) -> Option<LoadedSegments> {
         self.sides.buffers = Default::default();
         self.sides.base.park();
         self.sides.target.park();
         self.changed.iter().flatten().for_each(MapFile::park);
-        self.segment.take()
+        self.at_a_time = 1;
+        let loaded = std::mem::take(&mut self.loaded);
+        (!loaded.0.is_empty()).then_some(loaded)
     }
 
-    pub(super) fn resume(&mut self, segment: Segment) {
-        self.segment = Some(segment);
+    pub(super) fn resume(&mut self, loaded: LoadedSegments) {
+        self.at_a_time = 2 * loaded.0.len();
+        self.loaded = loaded;
     }
 }
 
 impl Sides {
-    fn differ(&mut self, segment: &Segment, within: u32, block: Block, stop: &Stop) -> Result<bool> {
+    /// Whether a block of the first of the `loaded` segments differs.
+    fn differ(&mut self, loaded: &LoadedSegments, within: u32, block: Block, stop: &Stop) -> Result<bool> {
+        let segment = &loaded.0[0];
         if segment.certain.contains(within) {
             return Ok(true);
         }
-        let pages = || segment.pages_after(within);
+        let pages = || loaded.pages_after(within);
         let base = self.base.content(&segment.base, within, block, pages)?;
         let target = self.target.content(&segment.target, within, block, pages)?;
         match judge(base, target, &self.zeros) {
@@ -438,10 +427,7 @@ impl Sides {
                 let differ =
                     ahead.timed(bytes.end, || self.read_and_compare(block, known_base, known_target, stop));
                 let size = self.size;
-                let next = || {
-                    let later = segment.unhashed.range(within + 1..);
-                    later.map(|within| BlockRange::one(segment.index.block(within)).bytes(size))
-                };
+                let next = || loaded.unhashed_after(within).map(|block| BlockRange::one(block).bytes(size));
                 // Most likely the same side is read of those: one whose hash is known is not.
                 let base = self.base.data.iter().filter(|_| known_base.is_none());
                 let target = self.target.data.iter().filter(|_| known_target.is_none());
@@ -496,5 +482,6 @@ fn parts(bytes: ByteRange) -> impl Iterator<Item = ByteRange> {
 
 #[cfg(any(test, feature = "fuzz"))]
 pub(super) mod fuzz;
+mod loaded;
 #[cfg(test)]
 mod tests;

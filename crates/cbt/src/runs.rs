@@ -25,12 +25,12 @@ impl RunSource {
     }
 }
 
-/// The segment that an answer is in: most of the memory that it takes.
+/// The segment that an answer is in, or a few: most of the memory that it takes.
 pub struct Loaded(Segment);
 
 enum Segment {
     Allocated(allocation::Runs),
-    Delta(Box<delta::Segment>),
+    Delta(delta::LoadedSegments),
 }
 
 impl std::fmt::Debug for Loaded {
@@ -44,7 +44,7 @@ impl Loaded {
     pub fn bytes(&self) -> usize {
         match &self.0 {
             Segment::Allocated(runs) => runs.bytes,
-            Segment::Delta(segment) => segment.bytes,
+            Segment::Delta(segments) => segments.bytes(),
         }
     }
 }
@@ -78,7 +78,7 @@ impl Tuples {
     pub fn park(&mut self) -> Option<Loaded> {
         match &mut self.source {
             RunSource::Allocated(scan) => scan.park().map(Segment::Allocated),
-            RunSource::Delta(scan) => scan.park().map(|segment| Segment::Delta(Box::new(segment))),
+            RunSource::Delta(scan) => scan.park().map(Segment::Delta),
         }
         .map(Loaded)
     }
@@ -87,7 +87,7 @@ impl Tuples {
     pub fn resume(&mut self, segment: Loaded) {
         match (&mut self.source, segment.0) {
             (RunSource::Allocated(scan), Segment::Allocated(runs)) => scan.resume(runs),
-            (RunSource::Delta(scan), Segment::Delta(segment)) => scan.resume(*segment),
+            (RunSource::Delta(scan), Segment::Delta(segments)) => scan.resume(segments),
             _ => unreachable!("an answer takes back only its own segment"),
         }
     }

@@ -35,6 +35,11 @@ impl Segments {
         self.indexes.get(self.indexes.partition_point(|index| *index < first)).copied()
     }
 
+    /// The segment after this one.
+    pub(super) fn after(&self, index: SegmentIndex) -> Option<SegmentIndex> {
+        self.indexes.get(self.indexes.partition_point(|other| *other <= index)).copied()
+    }
+
     pub(super) fn goes_on_after(&self, index: SegmentIndex) -> bool {
         self.indexes.last().is_some_and(|last| *last > index)
     }

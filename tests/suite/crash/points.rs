@@ -29,7 +29,7 @@ const ERRORS: [(i32, Code); 2] =
 type Harmless = fn(&Point, &[Point], &Call, i32) -> bool;
 
 /// Steps that may fail although the call succeeds, and why.
-const HARMLESS: [Harmless; 7] = [
+const HARMLESS: [Harmless; 8] = [
     // Thawing is tried again at once.
     |point, _, _, _| point.step == "thaw",
     // Only `WriteCounters` needs the count of requests, and it proves nothing without it.
@@ -62,6 +62,11 @@ const HARMLESS: [Harmless; 7] = [
             is_map && !contains(path, "/staging/")
         };
         is_next(&point.path) || replaced.is_some_and(|replaced| is_next(&replaced.path))
+    },
+    // A skip map that leads to a removed snapshot is ignored.
+    |point, _, _, _| {
+        let name = point.path.file_name().unwrap_or_default().to_string_lossy();
+        point.step.starts_with("remove") && name.starts_with("skip-")
     },
     // What was undone need not be recorded: the record then names a place that is no longer used.
     |point, _, call, _| {

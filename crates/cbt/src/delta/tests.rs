@@ -281,28 +281,46 @@ fn a_side_whose_hash_is_known_is_not_read() {
 
 #[test]
 fn the_next_pages_are_those_of_the_blocks_that_are_compared_later() {
-    // Page 33,026 of 127 hashes begins in segment 0 and ends in segment 1.
-    let index = SegmentIndex(1);
-    let compared: RoaringBitmap = [0, 1, 40, 126, 127, 600, 601, 5000, 4_194_303].into_iter().collect();
-    let segment = Segment {
-        index,
+    let segment = |index, compared: &[u32]| Segment {
+        index: SegmentIndex(index),
         bytes: 0,
         base: SideSegment::default(),
         target: SideSegment::default(),
         certain: RoaringBitmap::new(),
-        compared,
-        unhashed: RoaringBitmap::new(),
+        compared: compared.iter().copied().collect(),
+        unhashed: compared.iter().copied().collect(),
         candidates: RoaringBitmap::new().into_iter().peekable(),
     };
+    // Page 33,026 of 127 hashes begins in segment 0 and ends in segment 1.
+    let first = segment(1, &[0, 1, 40, 126, 127, 600, 601, 5000, 4_194_303]);
+    let loaded = LoadedSegments([first, segment(3, &[7]), segment(4, &[0])].into());
     for (within, expected) in [
-        (0, &[33_026, 33_027, 33_030, 33_065, 66_052][..]),
-        (126, &[33_027, 33_030, 33_065, 66_052]),
-        (127, &[33_030, 33_065, 66_052]),
-        (5000, &[66_052]),
-        (4_194_303, &[]),
+        (0, &[33_026, 33_027, 33_030, 33_065, 66_052, 99_078, 132_104][..]),
+        (126, &[33_027, 33_030, 33_065, 66_052, 99_078, 132_104]),
+        (127, &[33_030, 33_065, 66_052, 99_078, 132_104]),
+        (5000, &[66_052, 99_078, 132_104]),
+        (4_194_303, &[99_078, 132_104]),
     ] {
-        assert_eq!(segment.pages_after(within).collect::<Vec<_>>(), expected, "after {within}");
+        assert_eq!(loaded.pages_after(within).collect::<Vec<_>>(), expected, "after {within}");
     }
+    let blocks: Vec<Block> = loaded.unhashed_after(5000).collect();
+    let start = |index| SegmentIndex(index).block(0);
+    assert_eq!(blocks, [start(1) + 4_194_303, start(3) + 7, start(4)]);
+}
+
+/// The incident: of a delta over a thousand segments with a few blocks in each, the first message came with the last.
+#[test]
+fn a_scan_over_many_small_segments_stops_when_its_time_is_over() {
+    let blocks: Vec<u64> = (0..200).map(|index| SegmentIndex(index).block(5).0).collect();
+    let contents: Vec<(u64, Option<u8>)> = blocks.iter().map(|block| (*block, Some(1))).collect();
+    let (base, target) = (Fake::new(&contents, &[], None), Fake::new(&contents, &[], None));
+    let maps = vec![changed_since(base.dir.path(), &blocks, Some(false))];
+    let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps), Block(0));
+    let mut turns = 0;
+    while scan.next_run(&Stop::default(), Instant::now()).expect("scan") == Found::Nothing {
+        turns += 1;
+    }
+    assert!((2..=4).contains(&turns), "{turns} turns");
 }
 
 /// Nobody reads a block that somebody else has hashed: the data is spoiled in between.

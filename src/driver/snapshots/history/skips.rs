@@ -18,7 +18,7 @@ use crate::driver::snapshots::history::hold::{Histories, History};
 use crate::store::SnapshotRecord;
 use base::{DraftFile, ObjectDir, SnapshotId, Stop};
 use cbt::MapFile;
-use files::durable;
+use files::{change, durable};
 
 /// Spans of one level in a span of the next. Tests make skip maps of two snapshots.
 const FAN: u64 = if cfg!(feature = "failpoints") { 2 } else { 8 };
@@ -123,13 +123,19 @@ impl History<'_> {
             others.filter_map(|(at, level)| Some((index.known(&line[&at])?, level))).collect()
         });
         for (other, level) in others {
-            level.iter().for_each(|level| self.remove_skip(&other, *level));
+            let path = level.map(|level| self.histories.shared.store.snapshot_dir(&other).skip(level));
+            // Not synced, and no error: a map that stays is relative to an unknown snapshot, and ignored.
+            if let Some(Err(error)) = path.as_deref().map(change::remove_file)
+                && !error.is_not_found()
+            {
+                tracing::warn!(error = base::report(&error), "a skip map could not be removed");
+            }
             self.histories.queue.add_skips(&other);
         }
     }
 
     /// Removes the skip maps of a snapshot and of all later ones: they may lack blocks.
-    pub(super) fn remove_skips_from(&self, first: &SnapshotRecord) {
+    pub(super) fn remove_skips_from(&self, first: &SnapshotRecord) -> Result<()> {
         let is_later = |other: &&Arc<SnapshotRecord>| other.sequence >= first.sequence;
         let later = self
             .histories
@@ -137,16 +143,12 @@ impl History<'_> {
             .store
             .read(|index| -> Vec<_> { index.line(&first.volume).filter(is_later).cloned().collect() });
         for other in later {
-            ObjectDir::SKIPS.for_each(|level| self.remove_skip(&other, level));
+            for path in self.histories.shared.store.snapshot_dir(&other).skips() {
+                durable::remove(&path)?;
+            }
             self.histories.queue.add_skips(&other);
         }
-    }
-
-    fn remove_skip(&self, record: &SnapshotRecord, level: u32) {
-        let path = self.histories.shared.store.snapshot_dir(record).skip(level);
-        if let Err(error) = durable::remove(&path) {
-            tracing::warn!(path = %path.display(), error = base::report(&error), "a skip map could not be removed");
-        }
+        Ok(())
     }
 }
 
