@@ -32,9 +32,10 @@ pub use records::{
 };
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, RwLock};
 
+use rayon::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -45,6 +46,9 @@ use crate::sys::{slots, tree};
 use base::{GroupDir, ObjectDir, PoolDir, SnapshotId, VolumeId};
 use files::Context;
 use files::durable;
+
+/// Records that are read at once at a start.
+const READERS: usize = 16;
 
 /// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -131,20 +135,27 @@ impl Store {
     pub fn survey(dir: PoolDir) -> Result<Self> {
         let mut index = Index::default();
         let mut damaged = Vec::new();
-        for path in entries(&dir.volumes())? {
-            match read_volume(&ObjectDir::new(&path)) {
+        for (path, record) in each(entries(&dir.volumes())?, |path| read_volume(&ObjectDir::new(path))) {
+            match record {
                 Ok(record) => index.add_volume(Arc::new(record)),
                 Err(error) => damaged.push(Damage { path, error }),
             }
         }
         // One that cannot be looked at is there: what was deleted does not come back.
-        let is_there = |path: std::path::PathBuf| path.try_exists().unwrap_or(true);
-        let snapshots = entries(&dir.snapshots())?.into_iter().map(ObjectDir::new);
+        let is_there = |path: PathBuf| path.try_exists().unwrap_or(true);
         let groups = entries(&dir.groups())?.into_iter().map(GroupDir::new);
-        let (deleted, snapshots): (Vec<_>, Vec<_>) = snapshots.partition(|dir| is_there(dir.deleted()));
         let (deleted_groups, groups): (Vec<_>, Vec<_>) = groups.partition(|dir| is_there(dir.deleted()));
-        for path in snapshots.iter().map(|dir| dir.path().to_owned()) {
-            match read_named::<SnapshotRecord>(&path, |record| record.id.as_str()) {
+        let mut deleted = Vec::new();
+        let live = |path: &Path| match is_there(ObjectDir::new(path).deleted()) {
+            true => None,
+            false => Some(read_named::<SnapshotRecord>(path, |record| record.id.as_str())),
+        };
+        for (path, record) in each(entries(&dir.snapshots())?, live) {
+            let Some(record) = record else {
+                deleted.push(path);
+                continue;
+            };
+            match record {
                 Ok(record) if index.has_sequence(&record) => {
                     let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
                     damaged.push(Damage { path, error });
@@ -157,7 +168,7 @@ impl Store {
             }
         }
         groups::read_all(&groups, &mut index, &mut damaged);
-        let damaged_retained = retained::read_all(&deleted, &deleted_groups, &mut index)?;
+        let damaged_retained = retained::read_all(deleted, &deleted_groups, &mut index)?;
         for damage in damaged.iter().chain(&damaged_retained) {
             tracing::error!(path = %damage.path.display(), error = base::report(&damage.error), "a record cannot be read; its object is not served");
         }
@@ -406,12 +417,24 @@ fn keep_place(index: &mut Index, dir: &Path) {
 }
 
 /// The entries of a directory; none if a start was interrupted before making it.
-fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
+fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
     let list = match fs::read_dir(dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         list => list.context("list", dir)?,
     };
     list.map(|entry| Ok(entry.context("list", dir)?.path())).collect()
+}
+
+/// Looks at many directories at once: with thousands of them, a start mostly waits for the disk.
+fn each<T: Send>(paths: Vec<PathBuf>, look: impl Fn(&Path) -> T + Sync) -> Vec<(PathBuf, T)> {
+    let look = |path: PathBuf| {
+        let seen = look(&path);
+        (path, seen)
+    };
+    match rayon::ThreadPoolBuilder::new().num_threads(READERS).build() {
+        Ok(readers) => readers.install(|| paths.into_par_iter().map(look).collect()),
+        Err(_) => paths.into_iter().map(look).collect(),
+    }
 }
 
 fn encode(record: &impl Serialize) -> Vec<u8> {

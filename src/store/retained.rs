@@ -2,11 +2,11 @@
 //! as the pool needs them. They stay where they are; no call lists them.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 
 use super::{Damage, Deleted, Draft, Error, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
-use super::{decode, encode, entries, read_named};
+use super::{decode, each, encode, entries, read_named};
 use crate::sys::tree;
 use base::{GroupDir, GroupId, ObjectDir, PoolDir};
 use files::Context;
@@ -87,20 +87,18 @@ pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
 /// Reads the deleted ones of `snapshots` and `groups`, and returns those that cannot be read. They are left alone: no
 /// call needs them.
 pub(super) fn read_all(
-    snapshots: &[ObjectDir],
+    snapshots: Vec<PathBuf>,
     groups: &[GroupDir],
     index: &mut Index,
 ) -> Result<Vec<Damage>> {
     let mut damaged = Vec::new();
-    let alone = snapshots.iter().map(|dir| (dir.clone(), dir.deleted()));
-    let mut all: Vec<_> = alone.collect();
+    let mut all = each(snapshots, |path| read(path, &ObjectDir::new(path).deleted()));
     for group in groups {
-        let members = entries(&group.members())?.into_iter();
-        all.extend(members.map(|member| (ObjectDir::new(member), group.deleted())));
+        let members = entries(&group.members())?;
+        all.extend(each(members, |path| read(path, &group.deleted())));
     }
-    for (dir, deleted) in all {
-        let path = dir.path().to_owned();
-        match read(&dir, &deleted) {
+    for (path, retained) in all {
+        match retained {
             Ok(Retained { record, .. }) if index.has_sequence(&record) => {
                 let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
                 damaged.push(Damage { path, error });
@@ -115,8 +113,8 @@ pub(super) fn read_all(
     Ok(damaged)
 }
 
-fn read(dir: &ObjectDir, deleted: &Path) -> Result<Retained> {
-    let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
+fn read(dir: &Path, deleted: &Path) -> Result<Retained> {
+    let record: SnapshotRecord = read_named(dir, |record: &SnapshotRecord| record.id.as_str())?;
     let Deleted { at, .. } = decode(deleted, &fs::read(deleted).context("read", deleted)?)?;
     Ok(Retained::new(record.into(), at))
 }

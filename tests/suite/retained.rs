@@ -11,7 +11,7 @@ use deltapath::sys::btrfs::{self, Subvolume, WrittenSince};
 use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
-use crate::faults::{hashed, live, until};
+use crate::faults::{hashed, live, until, without_skip};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, wait};
@@ -232,6 +232,7 @@ async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 10, 300, 1);
+    without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 50, 20, 2);
@@ -306,6 +307,7 @@ async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
 async fn damage_that_can_not_be_mended_is_reported() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (10, 300, 1)).await;
+    without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;

@@ -13,7 +13,7 @@ use tonic::Code;
 
 use super::{
     Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
-    listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
+    listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell, without_skip,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
@@ -81,6 +81,7 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     // So many single blocks that a map is longer than a block of the disk, and its table is in another block.
     let scattered = || (1000..6000).step_by(2);
     scattered().for_each(|block| before.write(&device, block, 1, fill));
+    without_skip(rig, &volume).await;
     let base = rig.snapshot(&format!("{name} base"), &volume).await;
     let mut after = before.clone();
     after.write(&device, 100, 50, fill + 1);

@@ -52,6 +52,12 @@ pub async fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// Gives a volume a deleted snapshot, so that between the next two there is a `changed` map alone, and no skip map.
+pub async fn without_skip(rig: &mut Rig, volume: &str) {
+    let first = rig.snapshot(&format!("before all of {volume}"), volume).await;
+    rig.client.delete_snapshot(&first).await.expect("delete");
+}
+
 /// Whether a snapshot is fully hashed.
 pub fn is_hashed(dir: &ObjectDir) -> bool {
     MapFile::open(&dir.pending()).and_then(|map| map.count()).is_ok_and(|count| count == 0)

@@ -10,7 +10,7 @@ use deltapath::sys::slots;
 use files::durable;
 use tonic::Code;
 
-use super::{Trouble, hashed, health, listed, live, tells};
+use super::{Trouble, hashed, health, listed, live, tells, without_skip};
 use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
@@ -187,6 +187,7 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKi
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 0, 50, 1);
+    without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 20, 5, 2);
