@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::manifests::repository;
 
 /// A fake program. It appends its name and arguments to `$CALLS`, and answers as a healthy cluster would. A call that
-/// contains the words of `$FAILING` fails; `$VOLUMES` and `$CRDS` are the cluster's answers when asked for these.
+/// contains the words of `$FAILING` fails; `$VOLUMES`, `$CRDS` and `$RELEASES` are the cluster's answers when asked for these.
 const PROGRAM: &str = r#"#!/bin/bash
 me=$(basename "$0")
 echo "$me $*" >>"$CALLS"
@@ -16,6 +16,7 @@ case "$me $*" in
     *"${FAILING:-words of no call}"*) echo "$me: connection refused" >&2; exit 1 ;;
     *" get persistentvolumes "*) echo "${VOLUMES-}" ;;
     *" get customresourcedefinitions "*) echo "${CRDS-}" ;;
+    *" get secrets "*"owner=helm"*) echo "${RELEASES-}" ;;
     "docker info") exit "${DOCKER_FAILS:-0}" ;;
     "kind version") echo "kind v0.33.0 go1.26 linux/amd64" ;;
     "kind get clusters") cat "$CLUSTERS" ;;
@@ -252,6 +253,7 @@ fn remove_deletes_nothing_where_kubectl_fails() {
         "get customresourcedefinitions volumegroupsnapshotcontents.",
         "get volumegroupsnapshotcontents.",
         "get pods --all-namespaces",
+        "get secrets --namespace deltapath --selector owner=helm",
     ];
     for failing in asked {
         for arguments in [&[] as &[&str], &["--volumes"]] {
@@ -271,6 +273,23 @@ fn remove_deletes_nothing_where_kubectl_fails() {
     assert!(!ok && said.contains("kubectl fails"), "{said}");
     let calls = stage.calls();
     assert!(calls.contains("get pods --namespace space") && !calls.contains(" delete "), "{calls}");
+}
+
+/// What helm installed helm uninstalls, after the questions; without helm nothing is deleted.
+#[test]
+fn remove_uninstalls_the_chart() {
+    let stage = Stage::new(&["kubectl", "helm"]);
+    let (ok, said) =
+        stage.run("hack/remove.sh", &["--context", "there"], &[("RELEASES", "deltapath\ndeltapath")]);
+    assert!(ok, "{said}");
+    let calls = stage.calls();
+    let uninstall = "helm uninstall deltapath --namespace deltapath --kube-context there --wait";
+    assert_in_order(&calls, &["get pods --all-namespaces", uninstall, " delete --kustomize"]);
+    assert_eq!(calls.matches("helm uninstall").count(), 1, "{calls}");
+    let stage = Stage::all();
+    let (ok, said) = stage.run("hack/remove.sh", &[], &[("RELEASES", "deltapath")]);
+    assert!(!ok && said.contains("helm is missing"), "{said}");
+    assert!(!stage.calls().contains(" delete "), "something was deleted");
 }
 
 /// Many clusters have no group snapshots. Without the CRD the script must not ask for them.
