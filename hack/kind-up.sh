@@ -65,4 +65,7 @@ for loaded in "$image" "$gateway_image" "$router_image" "$earlier_image" "$backu
 done
 
 "$root/hack/install.sh" "${install[@]}"
-say "done: kubectl --context kind-$CLUSTER get pods --namespace $namespace; next: hack/e2e.sh"
+say "done: kubectl --context kind-$CLUSTER get pods --namespace $namespace; hack/e2e.sh runs all examples.
+    A first backup, as docs/backup.md has it:"
+awk '/^```sh$/ { on = 1; next } on && /^```$/ { exit } on' "$root/docs/backup.md" |
+    sed "s|^kubectl|kubectl --context kind-$CLUSTER|; s| deploy/| $root/deploy/|g"

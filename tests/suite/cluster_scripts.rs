@@ -125,6 +125,12 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
         "rollout status --namespace deltapath deployment/deltapath-gateway",
     ];
     assert_in_order(&stage.calls(), &steps);
+    // Its last lines are a first backup.
+    let last: Vec<&str> = said.lines().rev().take(3).collect();
+    assert!(last.iter().all(|line| line.starts_with("kubectl --context kind-deltapath ")), "{said}");
+    let example = repository().join("deploy/backup/try.yaml");
+    assert!(last[2].contains(&format!(" -f {}", example.display())) && example.exists(), "{said}");
+    assert!(last[0].ends_with(" logs try-backup"), "{said}");
     let (ok, said) = stage.run("hack/kind-up.sh", &["--no-build"], &[]);
     assert!(ok && said.contains("is there already"), "{said}");
     let calls = stage.calls();
