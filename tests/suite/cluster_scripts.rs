@@ -110,12 +110,12 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
     assert!(ok, "{said}");
     let steps = [
         "kind create cluster --name deltapath --image kindest/node:v1.37.0@sha256:",
-        "image gateway-image router-image earlier-image backup-image cbt-backup-image",
+        "image gateway-image router-image earlier-image backup-example-image cbt-backup-image",
         "kind load docker-image --name deltapath deltapath:",
         "kind load docker-image --name deltapath deltapath-gateway:",
         "kind load docker-image --name deltapath deltapath-router:",
         "kind load docker-image --name deltapath cbt-earlier:",
-        "kind load docker-image --name deltapath deltapath-backup:",
+        "kind load docker-image --name deltapath backup-example:",
         "kind load docker-image --name deltapath cbt-backup:",
         "external-snapshotter/client/config/crd?ref=v8.7.0",
         "cbt.storage.k8s.io_snapshotmetadataservices.yaml",
