@@ -136,6 +136,19 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
     let calls = stage.calls();
     assert!(!calls.contains("create cluster") && !calls.contains("make "), "{calls}");
     assert_in_order(&calls, &steps[2..]);
+    let (ok, said) = stage.run("hack/install.sh", &["--distributed", "--chart"], &[]);
+    assert!(!ok && said.contains("helm is missing"), "{said}");
+    stage.calls();
+    let helm = Stage::new(&["kubectl", "helm"]);
+    let (ok, said) = helm.run("hack/install.sh", &["--distributed", "--chart"], &[]);
+    assert!(ok, "{said}");
+    let calls = helm.calls();
+    let chart =
+        "deploy/chart/deltapath --kube-context kind-deltapath --namespace deltapath --create-namespace";
+    assert_in_order(&calls, &["deploy/snapshot-controller/base", chart, "mode=distributed", "daemonset/"]);
+    assert!(!calls.contains("deploy/overlays"), "{calls}");
+    let (ok, said) = helm.run("hack/install.sh", &["--overlay", "faults", "--chart"], &[]);
+    assert!(!ok && said.contains("--chart is not for the overlay faults"), "{said}");
     let (ok, said) = stage.run("hack/kind-up.sh", &["--distributed"], &[]);
     assert!(!ok && said.contains("has 1 nodes and 3 are asked for"), "{said}");
 
