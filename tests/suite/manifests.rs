@@ -205,6 +205,11 @@ fn the_checker_refuses_what_an_api_server_would() {
 /// values are refused. hack/manifests/chart.yaml has all of these.
 #[test]
 fn the_chart_renders_what_the_overlays_do() {
+    let version = env!("CARGO_PKG_VERSION");
+    let chart = read("deploy/chart/deltapath/Chart.yaml");
+    for line in [format!("\nversion: {version}\n"), format!("\nappVersion: {version}\n")] {
+        assert!(chart.contains(&line), "the chart is of another version than {version}:\n{chart}");
+    }
     let output = check(&["-chart".to_owned(), "hack/manifests/chart.yaml".to_owned()]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
