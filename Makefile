@@ -28,7 +28,7 @@ BACKUP_CUTS ?= 100
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -141,8 +141,8 @@ cbt-backup-image: ## Build the image of the backup tool, cbt-backup:VERSION
 	$(ENGINE) build --target backup --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 		--tag cbt-backup:$(VERSION) .
 
-backup-image: ## Build the image of the example backup program, deltapath-backup:VERSION
-	$(ENGINE) build --tag deltapath-backup:$(VERSION) deploy/backup
+backup-example-image: ## Build the image of the example backup program, backup-example:VERSION
+	$(ENGINE) build --tag backup-example:$(VERSION) deploy/backup-example
 
 test-deps: ## Install and build what only the tests need: shellcheck, the checker of the manifests, a sidecar
 	@hack/test-deps.sh

@@ -7,12 +7,13 @@ set -euo pipefail
 
 # The first are about the whole machine, so nothing runs beside them. Of the others the longest begin first.
 alone=(kills beside)
-parts=("${alone[@]}" crowd changes overlays distributed single troubles pages)
+parts=("${alone[@]}" crowd changes chart overlays distributed single troubles pages)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
   beside       two clusters in use: one is taken down, and the other does not notice
   crowd        a quota, 50 claims and 200 snapshots at once, fsGroup on 100,000 files, ROUNDS=200 of a snapshot schedule
   changes      the driver is upgraded, and the API server is away for a minute in the middle of each call of a sidecar
+  chart        from kustomize to the chart, upgrade, rollback and uninstall over volumes in use; the chart on an empty cluster
   overlays     every overlay that the other parts do not install, with the smoke test of hack/e2e.sh
   distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
   single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall

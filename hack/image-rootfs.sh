@@ -30,7 +30,7 @@ if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/
     [ -x "$deps/earlier/cbt-earlier" ] && [ -x "$deps/cbt-backup/cbt-backup" ]; then
     unpacked=yes
 fi
-archives_state=$state-$(find deploy/backup -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+archives_state=$state-$(find deploy/backup-example -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
 if [ "$archives" = no ] || [ "$(cat "$deps/archives/state" 2>/dev/null)" = "$archives_state" ]; then
     archives=no
     [ "$unpacked" = no ] || exit 0
@@ -136,17 +136,17 @@ b inspect --type image "$golang" >/dev/null 2>&1 || {
         --env GOPROXY=off --env GOTOOLCHAIN=local --env GOPATH=/go --env GOCACHE=/go/build "$container"
     b commit -q --rm "$container" "$golang" >/dev/null
 }
-(cd deploy/backup && go mod download)
+(cd deploy/backup-example && go mod download)
 mkdir -p "$deps/gobuild" "$deps/archives"
 rm -f "$deps/archives/state"
-b bud --pull-never --quiet --tag deltapath-backup:test \
+b bud --pull-never --quiet --tag backup-example:test \
     --volume "$(go env GOROOT):/usr/local/go:ro" --volume "$(go env GOMODCACHE):/go/pkg/mod" --volume "$deps/gobuild:/go/build" \
-    deploy/backup >"$deps/build.log" 2>&1 || {
+    deploy/backup-example >"$deps/build.log" 2>&1 || {
     tail -n 20 "$deps/build.log" >&2
     exit 1
 }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
-for name in deltapath deltapath-gateway deltapath-router cbt-earlier cbt-lab cbt-backup deltapath-backup; do
+for name in deltapath deltapath-gateway deltapath-router cbt-earlier cbt-lab cbt-backup backup-example; do
     echo "image-rootfs: writing the archive of $name:$version"
     rm -f "$deps/archives/$name.tar"
     b push --quiet "localhost/$name:test" "docker-archive:$deps/archives/$name.tar:docker.io/library/$name:$version"

@@ -5,15 +5,17 @@ set -euo pipefail
 # shellcheck source=hack/lib.sh
 . "$(dirname "$0")/lib.sh"
 
-usage="usage: install.sh [--distributed] [--overlay NAME]
+usage="usage: install.sh [--distributed | --overlay NAME] [--chart]
   --distributed   a driver on each node, instead of one driver on one node
   --overlay NAME  another directory of deploy/overlays than kind or kind-distributed
+  --chart         by helm, also over what kustomize installed; not with --overlay
 The environment: KUBE_CONTEXT names the cluster (kind-\$CLUSTER), and DELTAPATH_CRDS a directory with the CRDs, where they
 are not to be fetched."
-overlay=kind
+overlay=kind chart=no
 while [ $# -gt 0 ]; do
     case "$1" in
         --distributed) overlay=kind-distributed ;;
+        --chart) chart=yes ;;
         --overlay) overlay=${2:?$usage} && shift ;;
         -h | --help) echo "$usage" && exit 0 ;;
         *) fail "unknown argument $1
@@ -22,6 +24,15 @@ $usage" ;;
     shift
 done
 need kubectl
+values=(--set loopDeviceNodes=true)
+if [ "$chart" = yes ]; then
+    need helm
+    case "$overlay" in
+        kind) ;;
+        kind-distributed) values+=(--set mode=distributed) ;;
+        *) fail "--chart is not for the overlay $overlay: helm install takes its values" ;;
+    esac
+fi
 [ -d "$root/deploy/overlays/$overlay" ] || fail "deploy/overlays has no $overlay"
 
 say "installing the CRDs of snapshots $snapshotter_version and of the CBT service $snapshot_metadata_version"
@@ -46,8 +57,14 @@ await 60 "the CRDs are established" established || fail "the CRDs are not establ
 say "installing the snapshot controller"
 kube apply --server-side --kustomize "$root/deploy/snapshot-controller/base"
 
-say "installing deltapath, overlay $overlay"
-kube apply --server-side --kustomize "$root/deploy/overlays/$overlay"
+if [ "$chart" = yes ]; then
+    say "installing deltapath by chart, ${values[*]}"
+    helm upgrade --install deltapath "$root/deploy/chart/deltapath" --kube-context "$KUBE_CONTEXT" --namespace "$namespace" \
+        --create-namespace --take-ownership "${values[@]}"
+else
+    say "installing deltapath, overlay $overlay"
+    kube apply --server-side --kustomize "$root/deploy/overlays/$overlay"
+fi
 
 say "waiting until all of it runs"
 kube rollout status --namespace kube-system deployment/snapshot-controller --timeout 180s

@@ -7,7 +7,7 @@ set -euo pipefail
 
 usage="usage: kind-up.sh [--distributed] [--no-build]
   --distributed  two worker nodes with a driver each, instead of one node
-  --no-build     take the images $image, $gateway_image, $router_image, $earlier_image, $backup_image and $cbt_backup_image as they are"
+  --no-build     take the images $image, $gateway_image, $router_image, $earlier_image, $backup_example_image and $cbt_backup_image as they are"
 install=() nodes=1 build=yes
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -47,10 +47,10 @@ else
 fi
 
 if [ "$build" = yes ]; then
-    say "building $image, $gateway_image, $router_image, $earlier_image, $backup_image and $cbt_backup_image"
-    make --no-print-directory -C "$root" image gateway-image router-image earlier-image backup-image cbt-backup-image ENGINE="$engine"
+    say "building $image, $gateway_image, $router_image, $earlier_image, $backup_example_image and $cbt_backup_image"
+    make --no-print-directory -C "$root" image gateway-image router-image earlier-image backup-example-image cbt-backup-image ENGINE="$engine"
 fi
-for loaded in "$image" "$gateway_image" "$router_image" "$earlier_image" "$backup_image" "$cbt_backup_image"; do
+for loaded in "$image" "$gateway_image" "$router_image" "$earlier_image" "$backup_example_image" "$cbt_backup_image"; do
     say "loading $loaded into the nodes"
     if [ "$engine" = docker ]; then
         kind load docker-image --name "$CLUSTER" "$loaded"
@@ -65,4 +65,7 @@ for loaded in "$image" "$gateway_image" "$router_image" "$earlier_image" "$backu
 done
 
 "$root/hack/install.sh" "${install[@]}"
-say "done: kubectl --context kind-$CLUSTER get pods --namespace $namespace; next: hack/e2e.sh"
+say "done: kubectl --context kind-$CLUSTER get pods --namespace $namespace; hack/e2e.sh runs all examples.
+    A first backup, as docs/backup.md has it:"
+awk '/^```sh$/ { on = 1; next } on && /^```$/ { exit } on' "$root/docs/backup.md" |
+    sed "s|^kubectl|kubectl --context kind-$CLUSTER|; s| deploy/| $root/deploy/|g"

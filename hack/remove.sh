@@ -48,6 +48,11 @@ groups() {
 group_contents() {
     custom volumegroupsnapshotcontents.groupsnapshot.storage.k8s.io '{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
 }
+# Of helm, by which the driver may have been installed; each revision has a Secret.
+releases() {
+    on get secrets --namespace "$namespace" --selector owner=helm --output go-template='{{range .items}}{{.metadata.labels.name}}{{"\n"}}{{end}}' |
+        sort -u
+}
 # Pods of a namespace that mount a claim; pods with an inline volume of the driver.
 # shellcheck disable=SC2016
 claim_pods() {
@@ -69,7 +74,8 @@ gone() {
 }
 
 # All of them once before the first deletion.
-for kind in volumes claims contents snapshots group_contents groups inline_pods; do list "$kind"; done
+for kind in volumes claims contents snapshots group_contents groups inline_pods releases; do list "$kind"; done
+[ -z "$listed" ] || need helm
 
 if [ "$volumes" = no ]; then
     for kind in volumes contents group_contents inline_pods; do
@@ -119,6 +125,10 @@ $listed"
 fi
 
 say "deleting the driver"
+list releases
+for release in $listed; do
+    helm uninstall "$release" --namespace "$namespace" "${context[@]/#--context/--kube-context}" --wait --timeout 180s
+done
 on delete --kustomize "$root/deploy/overlays/distributed" --ignore-not-found --wait --timeout 180s
 on delete --kustomize "$root/deploy/overlays/attach" --ignore-not-found --wait --timeout 180s
 on delete snapshotmetadataservices.cbt.storage.k8s.io "$driver" --ignore-not-found

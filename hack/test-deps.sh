@@ -60,11 +60,11 @@ if ! fresh manifests "$state"; then
 fi
 
 # The example backup program, and the community's sidecar that it talks to.
-state=$(hash_of deploy/backup/main.go deploy/backup/go.mod deploy/backup/go.sum hack/sidecar/go.mod hack/sidecar/go.sum)
+state=$(hash_of deploy/backup-example/main.go deploy/backup-example/go.mod deploy/backup-example/go.sum hack/sidecar/go.mod hack/sidecar/go.sum)
 if ! fresh backup "$state"; then
     echo "test-deps: building the example backup program and csi-snapshot-metadata"
     mkdir -p .deps/backup
-    (cd deploy/backup && go vet . && go build -o "$root/.deps/backup/backup-example" .)
+    (cd deploy/backup-example && go vet . && go build -o "$root/.deps/backup/backup-example" .)
     (cd hack/sidecar && go build -o "$root/.deps/backup/" github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata)
     echo "$state" >.deps/backup/state
 fi

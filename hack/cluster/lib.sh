@@ -21,6 +21,7 @@ other_programs=(
     "cluster/sidecars github.com/kubernetes-csi/external-snapshotter/v8/cmd/snapshot-controller"
     "cluster/provisioner github.com/kubernetes-csi/external-provisioner/v6/cmd/csi-provisioner"
     "sidecar github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata"
+    "manifests helm.sh/helm/v3/cmd/helm"
 )
 # Images of one program: the program, and the image's name in the manifests.
 registry=registry.k8s.io/sig-storage

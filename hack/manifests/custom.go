@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
+	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/install"
 	definition_validation "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/validation"
@@ -21,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	celconfig "k8s.io/apiserver/pkg/apis/cel"
+	"sigs.k8s.io/yaml"
 )
 
 func newBufferedReader(text []byte) *bufio.Reader { return bufio.NewReader(bytes.NewReader(text)) }
@@ -96,7 +98,27 @@ func (c customs) check(document []byte, object *unstructured.Unstructured) []err
 	if object.GroupVersionKind().Group == apiextensions.GroupName {
 		return checkDefinition(document)
 	}
+	if object.GroupVersionKind().GroupVersion() == monitoring.SchemeGroupVersion {
+		return checkMonitoring(document, object.GetKind())
+	}
 	return checkBuiltIn(document, object)
+}
+
+// checkMonitoring decodes an object of the Prometheus operator strictly.
+func checkMonitoring(document []byte, kind string) []error {
+	var object any
+	switch kind {
+	case monitoring.PodMonitorsKind:
+		object = &monitoring.PodMonitor{}
+	case monitoring.PrometheusRuleKind:
+		object = &monitoring.PrometheusRule{}
+	default:
+		return []error{fmt.Errorf("%s: nothing checks this kind", kind)}
+	}
+	if err := yaml.UnmarshalStrict(document, object); err != nil {
+		return []error{err}
+	}
+	return nil
 }
 
 // checkDefinition decodes a CustomResourceDefinition strictly, sets its defaults and validates it.

@@ -3,6 +3,7 @@
 mod check;
 mod demo;
 mod driver;
+mod preflight;
 mod verify;
 
 use std::error::Error;
@@ -43,6 +44,7 @@ enum Command {
     Demo(demo::Arguments),
     Verify(verify::Arguments),
     Check(check::Arguments),
+    Preflight(preflight::Arguments),
 }
 
 /// What a command prints on standard output.
@@ -92,7 +94,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => LevelFilter::INFO,
-            Command::Demo(_) | Command::Verify(_) | Command::Check(_) => LevelFilter::WARN,
+            _ => LevelFilter::WARN,
         };
         let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
         let mut levels = asked.unwrap_or_else(|| Targets::new().with_default(default));
@@ -121,6 +123,7 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Demo(arguments) => demo::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
         Command::Check(arguments) => check::run(arguments),
+        Command::Preflight(arguments) => preflight::run(arguments),
     };
     serve::log::end("deltapath", done)
 }

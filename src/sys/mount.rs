@@ -30,6 +30,8 @@ pub struct Mount {
     /// Whether the filesystem is, for all its mounts. The kernel does that after an error, too, which ext4 shows as
     /// `emergency_ro` from Linux 6.15 on.
     pub super_read_only: bool,
+    /// Whether what is mounted below is seen in the namespaces that have this mount from here, as those of pods.
+    pub shared: bool,
     /// `ext4`, `xfs`, ...
     pub fs_type: String,
     /// What was mounted: a device node's path, for a filesystem on a block device.
@@ -136,11 +138,14 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
         options.split(|byte| *byte == b',').any(|option| option == b"ro" || option == b"emergency_ro")
     };
     let read_only = has_ro(fields.next()?);
-    let mut behind = fields.skip_while(|field| *field != b"-");
-    let fs_type = text(behind.nth(1)?);
-    let source = unescape(behind.next()?);
-    let super_read_only = behind.next().is_some_and(has_ro);
-    Some(Mount { id, dev, root, mount_point, read_only, super_read_only, fs_type, source })
+    let mut shared = false;
+    for field in fields.by_ref().take_while(|field| *field != b"-") {
+        shared = shared || field.starts_with(b"shared:");
+    }
+    let fs_type = text(fields.next()?);
+    let source = unescape(fields.next()?);
+    let super_read_only = fields.next().is_some_and(has_ro);
+    Some(Mount { id, dev, root, mount_point, read_only, super_read_only, shared, fs_type, source })
 }
 
 /// Undoes the octal escapes of blanks and backslashes.
@@ -320,10 +325,11 @@ mod tests {
         assert_eq!(mount.root, Path::new("/mnt1"));
         assert_eq!(mount.mount_point, Path::new("/mnt two"));
         assert_eq!(mount.fs_type, "ext4");
-        assert!(mount.read_only && !mount.super_read_only);
+        assert!(mount.read_only && !mount.super_read_only && mount.shared);
         assert_eq!(parse_line(b""), None);
         let line = br"36 35 7:1 / /mnt rw - ext4 /dev/loop1 rw,errors=remount-ro,emergency_ro";
-        assert!(parse_line(line).expect("a whole line").super_read_only);
+        let mount = parse_line(line).expect("a whole line");
+        assert!(mount.super_read_only && !mount.shared);
         let line = br"36 35 7:1 / /mnt rw - ext4 /dev/loop1 rw,errors=remount-ro";
         assert!(!parse_line(line).expect("a whole line").super_read_only);
     }

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use crate::manifests::{files, read, repository};
+use crate::manifests::{containers, files, objects, pod_spec, read, repository};
 
 #[test]
 fn scripts_pass_shellcheck() {
@@ -86,6 +86,28 @@ fn every_flag_of_a_script_in_the_pages_is_one_of_its() {
             }
         }
     }
+}
+
+/// docs/install.md has the versions of the sidecars in the manifests.
+#[test]
+fn the_table_of_versions_is_that_of_the_manifests() {
+    let page = read("docs/install.md");
+    let table = page.split("## Versions").nth(1).and_then(|rest| rest.split("\n## ").next());
+    let table = table.expect("a section about versions");
+    let mut seen = 0;
+    for container in objects().iter().filter_map(|found| pod_spec(&found.object)).flat_map(containers) {
+        let image = container["image"].as_str().expect("an image");
+        let Some((name, version)) =
+            image.strip_prefix("registry.k8s.io/sig-storage/").and_then(|rest| rest.split_once(':'))
+        else {
+            continue;
+        };
+        let row = table.lines().find(|line| line.split('|').nth(1).is_some_and(|cell| cell.contains(name)));
+        let row = row.unwrap_or_else(|| panic!("docs/install.md has no version of {name}"));
+        assert!(row.contains(&format!(" {version} ")), "{name} is {version}, and docs/install.md says {row}");
+        seen += 1;
+    }
+    assert!(seen > 9, "only {seen} sidecars are seen");
 }
 
 /// The scripts install the versions that the manifests use.

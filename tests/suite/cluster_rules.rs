@@ -357,7 +357,7 @@ fn every_image_is_pinned_and_of_one_version() {
         "deltapath-gateway",
         "deltapath-router",
         "cbt-backup",
-        "deltapath-backup",
+        "backup-example",
         "cbt-earlier",
         "cbt-lab",
     ] {

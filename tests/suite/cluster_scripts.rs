@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::manifests::repository;
 
 /// A fake program. It appends its name and arguments to `$CALLS`, and answers as a healthy cluster would. A call that
-/// contains the words of `$FAILING` fails; `$VOLUMES` and `$CRDS` are the cluster's answers when asked for these.
+/// contains the words of `$FAILING` fails; `$VOLUMES`, `$CRDS` and `$RELEASES` are the cluster's answers when asked for these.
 const PROGRAM: &str = r#"#!/bin/bash
 me=$(basename "$0")
 echo "$me $*" >>"$CALLS"
@@ -16,6 +16,7 @@ case "$me $*" in
     *"${FAILING:-words of no call}"*) echo "$me: connection refused" >&2; exit 1 ;;
     *" get persistentvolumes "*) echo "${VOLUMES-}" ;;
     *" get customresourcedefinitions "*) echo "${CRDS-}" ;;
+    *" get secrets "*"owner=helm"*) echo "${RELEASES-}" ;;
     "docker info") exit "${DOCKER_FAILS:-0}" ;;
     "kind version") echo "kind v0.33.0 go1.26 linux/amd64" ;;
     "kind get clusters") cat "$CLUSTERS" ;;
@@ -109,12 +110,12 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
     assert!(ok, "{said}");
     let steps = [
         "kind create cluster --name deltapath --image kindest/node:v1.37.0@sha256:",
-        "image gateway-image router-image earlier-image backup-image cbt-backup-image",
+        "image gateway-image router-image earlier-image backup-example-image cbt-backup-image",
         "kind load docker-image --name deltapath deltapath:",
         "kind load docker-image --name deltapath deltapath-gateway:",
         "kind load docker-image --name deltapath deltapath-router:",
         "kind load docker-image --name deltapath cbt-earlier:",
-        "kind load docker-image --name deltapath deltapath-backup:",
+        "kind load docker-image --name deltapath backup-example:",
         "kind load docker-image --name deltapath cbt-backup:",
         "external-snapshotter/client/config/crd?ref=v8.7.0",
         "cbt.storage.k8s.io_snapshotmetadataservices.yaml",
@@ -124,11 +125,30 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
         "rollout status --namespace deltapath deployment/deltapath-gateway",
     ];
     assert_in_order(&stage.calls(), &steps);
+    // Its last lines are a first backup.
+    let last: Vec<&str> = said.lines().rev().take(3).collect();
+    assert!(last.iter().all(|line| line.starts_with("kubectl --context kind-deltapath ")), "{said}");
+    let example = repository().join("deploy/backup/try.yaml");
+    assert!(last[2].contains(&format!(" -f {}", example.display())) && example.exists(), "{said}");
+    assert!(last[0].ends_with(" logs try-backup"), "{said}");
     let (ok, said) = stage.run("hack/kind-up.sh", &["--no-build"], &[]);
     assert!(ok && said.contains("is there already"), "{said}");
     let calls = stage.calls();
     assert!(!calls.contains("create cluster") && !calls.contains("make "), "{calls}");
     assert_in_order(&calls, &steps[2..]);
+    let (ok, said) = stage.run("hack/install.sh", &["--distributed", "--chart"], &[]);
+    assert!(!ok && said.contains("helm is missing"), "{said}");
+    stage.calls();
+    let helm = Stage::new(&["kubectl", "helm"]);
+    let (ok, said) = helm.run("hack/install.sh", &["--distributed", "--chart"], &[]);
+    assert!(ok, "{said}");
+    let calls = helm.calls();
+    let chart =
+        "deploy/chart/deltapath --kube-context kind-deltapath --namespace deltapath --create-namespace";
+    assert_in_order(&calls, &["deploy/snapshot-controller/base", chart, "mode=distributed", "daemonset/"]);
+    assert!(!calls.contains("deploy/overlays"), "{calls}");
+    let (ok, said) = helm.run("hack/install.sh", &["--overlay", "faults", "--chart"], &[]);
+    assert!(!ok && said.contains("--chart is not for the overlay faults"), "{said}");
     let (ok, said) = stage.run("hack/kind-up.sh", &["--distributed"], &[]);
     assert!(!ok && said.contains("has 1 nodes and 3 are asked for"), "{said}");
 
@@ -252,6 +272,7 @@ fn remove_deletes_nothing_where_kubectl_fails() {
         "get customresourcedefinitions volumegroupsnapshotcontents.",
         "get volumegroupsnapshotcontents.",
         "get pods --all-namespaces",
+        "get secrets --namespace deltapath --selector owner=helm",
     ];
     for failing in asked {
         for arguments in [&[] as &[&str], &["--volumes"]] {
@@ -271,6 +292,23 @@ fn remove_deletes_nothing_where_kubectl_fails() {
     assert!(!ok && said.contains("kubectl fails"), "{said}");
     let calls = stage.calls();
     assert!(calls.contains("get pods --namespace space") && !calls.contains(" delete "), "{calls}");
+}
+
+/// What helm installed helm uninstalls, after the questions; without helm nothing is deleted.
+#[test]
+fn remove_uninstalls_the_chart() {
+    let stage = Stage::new(&["kubectl", "helm"]);
+    let (ok, said) =
+        stage.run("hack/remove.sh", &["--context", "there"], &[("RELEASES", "deltapath\ndeltapath")]);
+    assert!(ok, "{said}");
+    let calls = stage.calls();
+    let uninstall = "helm uninstall deltapath --namespace deltapath --kube-context there --wait";
+    assert_in_order(&calls, &["get pods --all-namespaces", uninstall, " delete --kustomize"]);
+    assert_eq!(calls.matches("helm uninstall").count(), 1, "{calls}");
+    let stage = Stage::all();
+    let (ok, said) = stage.run("hack/remove.sh", &[], &[("RELEASES", "deltapath")]);
+    assert!(!ok && said.contains("helm is missing"), "{said}");
+    assert!(!stage.calls().contains(" delete "), "something was deleted");
 }
 
 /// Many clusters have no group snapshots. Without the CRD the script must not ask for them.

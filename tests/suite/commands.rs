@@ -14,7 +14,7 @@ use testkit::{PoolKind, Rig};
 
 /// Every program, and the commands that it has.
 const PROGRAMS: [(&str, &[&str]); 6] = [
-    ("deltapath", &["driver", "demo", "verify", "check"]),
+    ("deltapath", &["driver", "demo", "verify", "check", "preflight"]),
     ("deltapath-gateway", &[]),
     ("deltapath-router", &["forget", "delete-volume", "certificates", "node-certificate"]),
     (

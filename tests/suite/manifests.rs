@@ -201,6 +201,54 @@ fn the_checker_refuses_what_an_api_server_would() {
     }
 }
 
+/// The chart renders the same objects as the overlays, field by field; what it makes of other values is valid too, and wrong
+/// values are refused. hack/manifests/chart.yaml has all of these.
+#[test]
+fn the_chart_renders_what_the_overlays_do() {
+    let version = env!("CARGO_PKG_VERSION");
+    let chart = read("deploy/chart/deltapath/Chart.yaml");
+    for line in [format!("\nversion: {version}\n"), format!("\nappVersion: {version}\n")] {
+        assert!(chart.contains(&line), "the chart is of another version than {version}:\n{chart}");
+    }
+    let output = check(&["-chart".to_owned(), "hack/manifests/chart.yaml".to_owned()]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The comparison can fail: it names the field, the object that is missing, and the value that should be refused.
+#[test]
+fn a_chart_that_differs_from_an_overlay_is_found() {
+    let differs = |cases: &str, reason: &str| {
+        let file = tempfile::NamedTempFile::new().expect("temp file");
+        std::fs::write(file.path(), format!("chart: deploy/chart/deltapath\n{cases}")).expect("write");
+        let output = check(&["-chart".to_owned(), file.path().display().to_string()]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(reason), "not found for {cases}:\n{said}");
+    };
+    let base = "same: [{manifests: [deploy/base], values: {";
+    differs(
+        &format!("without: [Namespace/deltapath]\n{base}replicas: 3}}}}]"),
+        "gateway.spec.replicas: 2, and 3",
+    );
+    differs(&format!("{base}}}}}]"), "Namespace/deltapath");
+    differs("refused: [{values: {replicas: 3}, why: three}]", "the chart takes map[replicas:3]");
+    differs("refused: [{values: {replicas: 0}, why: three}]", "does not say \"three\"");
+    differs("valid: [{values: {}, with: [no such word]}]", "nothing says \"no such word\"");
+    differs("valid: [{values: {}, without: [StorageClass]}]", "something says \"StorageClass\"");
+}
+
+/// What the chart has Prometheus ask for is in the reference's tables, which are those of the programs.
+#[test]
+fn every_metric_of_an_alert_is_one_of_the_programs() {
+    let rules = read("deploy/chart/deltapath/templates/monitoring.yaml");
+    let reference = read("docs/reference.md");
+    let word = |c: char| !(c.is_ascii_lowercase() || c == '_');
+    let names: BTreeSet<&str> = rules.split(word).filter(|name| name.starts_with("deltapath_")).collect();
+    assert!(names.len() > 5, "{names:?}");
+    for name in names {
+        assert!(reference.contains(&format!("`{name}`")), "no program serves {name}");
+    }
+}
+
 /// A file that nothing builds would never be checked.
 #[test]
 fn every_yaml_file_is_built_or_applied() {
@@ -231,7 +279,8 @@ fn every_yaml_file_is_built_or_applied() {
             }
         }
     }
-    for file in files("deploy", "yaml") {
+    // helm builds a chart's.
+    for file in files("deploy", "yaml").into_iter().filter(|file| !file.starts_with("deploy/chart/")) {
         assert!(used.contains(Path::new(&file)), "nothing builds {file}");
     }
 }

@@ -170,7 +170,7 @@ Y
 schedule() {
     local round blocks numbers listed step=$SECONDS client=$scratch/backup-example
     say "$rounds rounds of a schedule, each delta compared with what was written"
-    (cd "$root/deploy/backup" && go build -o "$client" .)
+    (cd "$root/deploy/backup-example" && go build -o "$client" .)
     k apply --filename "$root/deploy/examples/block.yaml" --filename "$root/deploy/examples/backup-account.yaml"
     k wait --for condition=ready --timeout 120s pod/block
     RANDOM=42

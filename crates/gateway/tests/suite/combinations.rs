@@ -1,5 +1,5 @@
 //! Promise: each client gets the same answer for the same rights and objects: the community's iterator (in the example of
-//! deploy/backup) and the client library, each for what is allocated and for a delta.
+//! deploy/backup-example) and the client library, each for what is allocated and for a delta.
 
 use std::path::Path;
 

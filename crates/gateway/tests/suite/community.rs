@@ -1,4 +1,4 @@
-//! Promise: what exists works with it. The community's iterator (in deploy/backup, as a backup tool would use it) reads
+//! Promise: what exists works with it. The community's iterator (in deploy/backup-example, as a backup tool would use it) reads
 //! through the gateway from the real driver, the client library reads through the gateway, the community's sidecar and the
 //! driver's socket, and `cbt-backup` backs up through the first two; and the faults that these tests look for are there in the community's sidecar.
 

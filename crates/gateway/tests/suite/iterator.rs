@@ -1,4 +1,4 @@
-//! Promise: docs/faults.md says what the community's iterator and lister make of each fault. The example in deploy/backup is the
+//! Promise: docs/faults.md says what the community's iterator and lister make of each fault. The example in deploy/backup-example is the
 //! iterator; with `-table` it prints by the iterator's own table, as the lister does. They read through the gateway, and
 //! `cbt-lab faults` stands before the driver behind it.
 

@@ -1,4 +1,4 @@
-module deltapath/deploy/backup
+module deltapath/deploy/backup-example
 
 go 1.26.0
 
