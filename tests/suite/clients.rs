@@ -114,7 +114,8 @@ fn place(rig: &Rig, name: &str) -> PathBuf {
 fn change(content: &mut Content, device: &Path, round: u64) {
     let fill = round as u8 + 1;
     content.write(device, round * 301 % 3900, 70, fill);
-    content.write(device, 50, 2, fill);
+    // In a unit of the mover that nothing else touches, in most rounds.
+    content.write(device, round * 7 % 16 * 256 + 200, 1, fill);
     content.write(device, 4097, 2, fill);
     content.discard(device, round * 97 % 3900, 5);
     content.zero(device, (round * 301 + 30) % 3900, 3);
@@ -122,9 +123,8 @@ fn change(content: &mut Content, device: &Path, round: u64) {
 
 /// The same in a filesystem.
 fn change_files(dir: &Path, round: u8) {
-    let large =
-        File::options().create(true).append(false).write(true).truncate(false).open(dir.join("large"));
-    let (large, at) = (large.expect("create"), u64::from(round) << 20);
+    let (path, at) = (dir.join("large"), u64::from(round) << 20);
+    let large = File::options().create(true).truncate(false).write(true).open(path).expect("open");
     let length = if round == 0 { 8 << 20 } else { 70_000 };
     large.write_all_at(&vec![round + 1; length], at).expect("write");
     std::fs::write(dir.join(format!("small-{round}")), [round; 5000]).expect("write");

@@ -34,6 +34,8 @@ async fn stays_incremental(world: World, pool: PoolKind) {
     let mut base: Option<String> = None;
     for round in 0..4 {
         content.write(&device, 100 + round * 700, 300, round as u8 + 1);
+        // In a unit of the mover that nothing else touches.
+        content.write(&device, 3900 - round * 256, 1, round as u8 + 1);
         content.discard(&device, 150 + round * 500, 20);
         let (name, handle) = (format!("backup-{round}"), rig.snapshot(&format!("{round}"), &volume).await);
         world.snapshot(&applications, &name, &handle).await;
