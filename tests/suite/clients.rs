@@ -245,7 +245,7 @@ async fn two_schedules_of_one_volume_have_a_base_each(
     let mut content = Content::default();
     let (mut hourly, mut daily) = (Schedule::new(&rig, "hourly", false), Schedule::new(&rig, "daily", true));
     let (mut round, mut made) = (0, Vec::new());
-    for hours in [1, 4, 4, 9, 1] {
+    for hours in [1, 4, RETAINED - 1, RETAINED, 1] {
         for _ in 0..hours {
             change(&mut content, &device, round);
             let kind = hourly.back_up_as(&mut rig, &volume, &content).await;
