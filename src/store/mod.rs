@@ -147,7 +147,7 @@ impl Store {
         let groups = entries(&dir.groups())?.into_iter().map(GroupDir::new);
         let (deleted_groups, groups): (Vec<_>, Vec<_>) = groups.partition(|dir| is_there(dir.deleted()));
         let mut deleted = Vec::new();
-        let live = |path: &Path| match is_there(ObjectDir::new(path).deleted()) {
+        let live = |path: &PathBuf| match is_there(ObjectDir::new(path).deleted()) {
             true => None,
             false => Some(read_named::<SnapshotRecord>(path, |record| record.id.as_str())),
         };
@@ -427,14 +427,14 @@ fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Looks at many directories at once: with thousands of them, a start mostly waits for the disk.
-fn each<T: Send>(paths: Vec<PathBuf>, look: impl Fn(&Path) -> T + Sync) -> Vec<(PathBuf, T)> {
-    let look = |path: PathBuf| {
-        let seen = look(&path);
-        (path, seen)
+fn each<I: Send, T: Send>(dirs: Vec<I>, look: impl Fn(&I) -> T + Sync) -> Vec<(I, T)> {
+    let look = |dir| {
+        let seen = look(&dir);
+        (dir, seen)
     };
     match rayon::ThreadPoolBuilder::new().num_threads(READERS).build() {
-        Ok(readers) if paths.len() > FEW => readers.install(|| paths.into_par_iter().map(look).collect()),
-        _ => paths.into_iter().map(look).collect(),
+        Ok(readers) if dirs.len() > FEW => readers.install(|| dirs.into_par_iter().map(look).collect()),
+        _ => dirs.into_iter().map(look).collect(),
     }
 }
 

@@ -92,12 +92,12 @@ pub(super) fn read_all(
     index: &mut Index,
 ) -> Result<Vec<Damage>> {
     let mut damaged = Vec::new();
-    let mut all = each(snapshots, |path| read(path, &ObjectDir::new(path).deleted()));
+    let alone = snapshots.into_iter().map(|path| (ObjectDir::new(&path).deleted(), path));
+    let mut all: Vec<_> = alone.collect();
     for group in groups {
-        let members = entries(&group.members())?;
-        all.extend(each(members, |path| read(path, &group.deleted())));
+        all.extend(entries(&group.members())?.into_iter().map(|path| (group.deleted(), path)));
     }
-    for (path, retained) in all {
+    for ((_, path), retained) in each(all, |(deleted, path)| read(path, deleted)) {
         match retained {
             Ok(Retained { record, .. }) if index.has_sequence(&record) => {
                 let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };

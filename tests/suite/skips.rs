@@ -14,14 +14,14 @@ use testkit::{BLOCK, MIB, PoolKind, Rig};
 type Chain = BTreeMap<u64, (String, Content)>;
 
 /// What the skip maps of a chain are relative to, by place and level: the first snapshot of a span of 2^level places skips
-/// to the first one of the last span before it.
+/// to the first one of the nearest earlier span with a snapshot, unless that is the oldest.
 fn wanted(chain: &Chain) -> BTreeMap<(u64, u32), u64> {
     let mut skips = BTreeMap::new();
     for level in ObjectDir::SKIPS {
         let mut firsts = BTreeMap::new();
         chain.keys().for_each(|place| _ = firsts.entry(place >> level).or_insert(*place));
         let firsts: Vec<u64> = firsts.into_values().collect();
-        skips.extend(firsts.windows(2).map(|pair| ((pair[1], level), pair[0])));
+        skips.extend(firsts.windows(2).skip(1).map(|pair| ((pair[1], level), pair[0])));
     }
     skips
 }
@@ -106,13 +106,13 @@ async fn verify_finds_a_block_that_a_map_lacks() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (mut content, mut chain) = (Content::default(), Chain::new());
-    for place in 1..=4u64 {
+    for place in 1..=8u64 {
         content.write(&device, place * 10, 2, 1);
         chain.insert(place, (rig.snapshot(&format!("snapshot {place}"), &volume).await, content.clone()));
     }
     settled(&rig, &chain).await;
-    let dir = live(&rig, &chain[&4].0);
-    for (path, lacking) in [(dir.skip(2), 30), (dir.skip(1), 41), (dir.changed(), 40)] {
+    let dir = live(&rig, &chain[&8].0);
+    for (path, lacking) in [(dir.skip(2), 60), (dir.skip(1), 71), (dir.changed(), 80)] {
         let sound = std::fs::read(&path).expect("read");
         let map = MapFile::open(&path).expect("open");
         let mut members = map.segment(SegmentIndex(0)).expect("read");

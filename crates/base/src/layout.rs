@@ -251,11 +251,6 @@ impl ObjectDir {
         self.0.join(format!("skip-{level}.map"))
     }
 
-    /// The skip maps that are there.
-    pub fn skips(&self) -> Vec<PathBuf> {
-        Self::SKIPS.map(|level| self.skip(level)).filter(|path| path.exists()).collect()
-    }
-
     /// `pending.map`: blocks whose hash is not written yet.
     pub fn pending(&self) -> PathBuf {
         self.0.join("pending.map")

@@ -209,7 +209,7 @@ const LOOK: u32 = 64;
 /// once.
 const AHEAD_BYTES: usize = 128 << 10;
 const AHEAD_BLOCKS: u64 = 256;
-/// What a bitmap with a few members takes in memory beside its members.
+/// What a bitmap, and each of its containers, takes in memory beside the members.
 const CONTAINER: usize = 64;
 
 /// The blocks whose content differs between two snapshots, ascending from a start, found lazily.
@@ -364,6 +364,9 @@ impl DeltaScan {
         }
         let Changed { certain, doubtful } = found.unwrap_or_default();
         let candidates = self.segments.not_passed(&certain | doubtful, index);
+        if candidates.is_empty() {
+            return Ok(None);
+        }
         let compared = &candidates - &certain;
         let mut unhashed = (&base.pending & &base.allocated) | (&target.pending & &target.allocated);
         unhashed &= &compared;
@@ -378,10 +381,8 @@ impl DeltaScan {
             &candidates,
         ];
         let stored: usize = maps.iter().map(|map| map.serialized_size()).sum();
-        if candidates.is_empty() {
-            return Ok(None);
-        }
-        let bytes = stored + size_of::<Segment>() + CONTAINER * maps.len();
+        let containers: u32 = maps.iter().map(|map| map.statistics().n_containers).sum();
+        let bytes = stored + size_of::<Segment>() + CONTAINER * (maps.len() + containers as usize);
         let candidates = candidates.into_iter().peekable();
         Ok(Some(Segment { index, bytes, base, target, certain, compared, unhashed, candidates }))
     }
@@ -401,7 +402,8 @@ impl DeltaScan {
         self.sides.base.park();
         self.sides.target.park();
         self.changed.iter().flatten().for_each(MapFile::park);
-        let loaded = std::mem::take(&mut self.loaded);
+        let mut loaded = std::mem::take(&mut self.loaded);
+        loaded.segments.shrink_to_fit();
         (!loaded.segments.is_empty()).then_some(loaded)
     }
 

@@ -45,9 +45,7 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
     // `pending` before the hashes: a slot is written before its block leaves `pending`.
     let pending = sound_map(&dir.pending(), &mut findings)?;
     sound_map(&dir.changed(), &mut findings)?;
-    for skip in dir.skips() {
-        sound_map(&skip, &mut findings)?;
-    }
+    skip_maps(dir, &mut findings)?;
     let allocated = sound_map(&dir.allocated(), &mut findings)?;
     let hashes = HashFile::open(&dir.hashes())?;
     let length = data.metadata().context("stat", &path)?.len();
@@ -81,20 +79,24 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
 /// not there. The hashes are only opened: [`scrub`] reads them.
 pub fn check_maps(dir: &ObjectDir, size: BlockSize, capacity: u64, tracking: bool) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
-    let mut wanted = vec![dir.allocated()];
-    if tracking {
-        wanted.extend([dir.changed(), dir.pending()]);
-        wanted.extend(dir.skips());
-    }
+    let wanted = match tracking {
+        true => vec![dir.allocated(), dir.changed(), dir.pending()],
+        false => vec![dir.allocated()],
+    };
+    let is_of_another = |map: &MapFile| {
+        let is_of_another =
+            map.header().block_size != size || map.header().blocks != size.blocks_in(capacity);
+        let what = || format!("{} is that of another snapshot", file_name(map.path()));
+        is_of_another.then(|| Finding { what: what(), range: None })
+    };
+    let skips = skip_maps(dir, &mut findings)?;
+    findings.extend(skips.iter().filter_map(is_of_another));
     for path in wanted {
         if !path.exists() {
             let what = format!("{} is missing", file_name(&path));
             findings.push(Finding { what, range: None });
-        } else if let Some(map) = sound_map(&path, &mut findings)?
-            && (map.header().block_size != size || map.header().blocks != size.blocks_in(capacity))
-        {
-            let what = format!("{} is that of another snapshot", file_name(&path));
-            findings.push(Finding { what, range: None });
+        } else if let Some(map) = sound_map(&path, &mut findings)? {
+            findings.extend(is_of_another(&map));
         }
     }
     if tracking && !dir.hashes().exists() {
@@ -103,33 +105,50 @@ pub fn check_maps(dir: &ObjectDir, size: BlockSize, capacity: u64, tracking: boo
     Ok(findings)
 }
 
-/// Compares two snapshots as a whole, and reports the blocks that differ and are not in `path`, the `changed` or skip map of
-/// `dir` that is relative to `base`. Blocks of which one side has neither data nor a hash are not compared.
-pub fn check_changed(base: &ObjectDir, dir: &ObjectDir, path: &Path, stop: &Stop) -> Result<Vec<Finding>> {
-    let mut findings = Vec::new();
-    let Some(map) = MapFile::open_sound(path)? else { return Ok(findings) };
+/// Compares two snapshots as a whole, and reports the blocks that differ and are not in `map`, a `changed` or skip map of
+/// `dir` that is relative to `base`.
+pub fn check_changed(base: &ObjectDir, dir: &ObjectDir, map: &MapFile, stop: &Stop) -> Result<Vec<Finding>> {
     let size = map.header().block_size;
     let side = |dir| Side::open(dir, Arc::default());
     let mut scan = DeltaScan::new(side(base)?, side(dir)?, None, Block(0));
+    let mut findings: Vec<Finding> = Vec::new();
     let (mut at, mut listed) = (None, RoaringBitmap::new());
     loop {
-        let run = match scan.next_run(stop, Instant::now() + Duration::from_secs(1)) {
-            Ok(Found::Run(run)) => run,
-            Ok(Found::Nothing) => continue,
-            Ok(Found::End) | Err(Error::Lost { .. }) => return Ok(findings),
-            Err(error) => return Err(error),
+        let run = match scan.next_run(stop, Instant::now() + Duration::from_secs(1))? {
+            Found::Run(run) => run,
+            Found::Nothing => continue,
+            Found::End => return Ok(findings),
         };
         for block in run.blocks() {
             let (index, within) = locate(block);
             if at != Some(index) {
                 (at, listed) = (Some(index), map.segment_or_all(index)?);
             }
-            if !listed.contains(within) {
-                let what = format!("{} lacks a block that differs", file_name(path));
-                findings.push(Finding { what, range: Some(BlockRange::one(block).bytes(size)) });
+            if listed.contains(within) {
+                continue;
+            }
+            let bytes = BlockRange::one(block).bytes(size);
+            match findings.last_mut().and_then(|last| last.range.as_mut()) {
+                Some(last) if last.end == bytes.start => last.end = bytes.end,
+                _ => {
+                    let what = format!("{} lacks blocks that differ", file_name(map.path()));
+                    findings.push(Finding { what, range: Some(bytes) });
+                }
             }
         }
     }
+}
+
+/// The skip maps that are there. A driver may remove one at any time.
+fn skip_maps(dir: &ObjectDir, findings: &mut Vec<Finding>) -> Result<Vec<MapFile>> {
+    let mut maps = Vec::new();
+    for level in ObjectDir::SKIPS {
+        match sound_map(&dir.skip(level), findings) {
+            Err(Error::Sys(error)) if error.is_not_found() => {}
+            map => maps.extend(map?),
+        }
+    }
+    Ok(maps)
 }
 
 fn file_name(path: &Path) -> std::borrow::Cow<'_, str> {

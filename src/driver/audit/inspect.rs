@@ -139,14 +139,26 @@ impl Inspection {
     /// Compares a snapshot with those that its `changed` and skip maps are relative to.
     fn verify_links(&self, dir: &ObjectDir, stop: &Stop) -> cbt::Result<Vec<Finding>> {
         let mut found = Vec::new();
-        for path in [dir.changed()].into_iter().chain(dir.skips()) {
-            let relation = MapFile::open_sound(&path)?.and_then(|map| map.header().relative_to.clone());
+        for path in [dir.changed()].into_iter().chain(ObjectDir::SKIPS.map(|level| dir.skip(level))) {
+            let map = match MapFile::open_sound(&path) {
+                Err(cbt::Error::Sys(error)) if error.is_not_found() => continue,
+                map => map?,
+            };
+            let Some(map) = map else { continue };
+            let relation = map.header().relative_to.as_ref();
             let base = relation.and_then(|it| self.store.read(|index| index.known(&it.snapshot)));
             let Some(base) = base else { continue };
-            match cbt::check_changed(&self.store.snapshot_dir(&base), dir, &path, stop) {
-                // The base was removed meanwhile.
+            match cbt::check_changed(&self.store.snapshot_dir(&base), dir, &map, stop) {
+                Ok(lacking) => found.extend(lacking),
+                Err(cbt::Error::Stopped(stopped)) => return Err(stopped.into()),
+                // The base was removed meanwhile, or what is damaged here is reported already.
                 Err(cbt::Error::Sys(error)) if error.is_not_found() => {}
-                checked => found.extend(checked?),
+                Err(cbt::Error::Damaged { path, .. }) if path.starts_with(dir.path()) => {}
+                Err(error) => {
+                    let name = path.file_name().unwrap_or_default().to_string_lossy();
+                    let what = format!("{name} was not compared with {}: {}", base.id, base::report(&error));
+                    found.push(Finding { what, range: None });
+                }
             }
         }
         Ok(found)

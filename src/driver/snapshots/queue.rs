@@ -3,8 +3,8 @@
 //!
 //! Volumes take turns, one step each, so that no volume waits for another's first snapshot. Work on a snapshot has three
 //! parts. The blocks that may have changed come first, those of a volume's newest snapshot before the others, because the
-//! next delta needs them. Then its skip maps are made, those of the oldest snapshot first. The rest comes in the order in which the snapshots were taken, because each takes hashes over
-//! from the one before. A rest without anything to hash comes before all: it reads no data, and frees the bytes of
+//! next delta needs them. The rest comes in the order in which the snapshots were taken, because each takes hashes over
+//! from the one before. Skip maps come last, also those of the oldest snapshot first. A rest without anything to hash comes before all: it reads no data, and frees the bytes of
 //! deleted snapshots.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -91,10 +91,10 @@ pub(in crate::driver) struct Work {
 pub(in crate::driver) enum Part {
     /// Hashes the blocks that may have changed since the snapshot before, and finds those that did.
     Changes,
-    /// Makes its skip maps.
-    Skips,
     /// Hashes all other blocks.
     Rest,
+    /// Makes its skip maps.
+    Skips,
 }
 
 /// The order of work. The lowest is first.
@@ -103,9 +103,9 @@ enum Rank {
     /// The rest of a snapshot without anything left to hash.
     Hashed,
     Changes,
-    /// After the changes, so that what was compared there need not be compared again.
-    Skips,
     Rest,
+    /// When all is hashed, so that no data is read for them.
+    Skips,
 }
 
 impl Rank {
@@ -120,7 +120,7 @@ impl Rank {
 
 impl Job {
     fn new(id: SnapshotId, left: u64) -> Self {
-        let parts = [Part::Changes, Part::Skips, Part::Rest].map(|part| (part, FIRST));
+        let parts = [Part::Changes, Part::Rest, Part::Skips].map(|part| (part, FIRST));
         Job { id, left, parts: parts.into() }
     }
 
@@ -140,7 +140,7 @@ impl Line {
         self.ready.keys().next().copied()
     }
 
-    /// The volume's next work: the changes of the newest snapshot, or the rest of the oldest.
+    /// The volume's next work: the changes of the newest snapshot, or the rest or the skip maps of the oldest.
     fn next(&self) -> Option<(u64, Part)> {
         let (rank, sequences) = self.ready.iter().next()?;
         let sequence = match rank {

@@ -179,8 +179,8 @@ pub struct World {
     pub litter: BTreeSet<Place>,
     /// For targets where something is left, whether it is a directory.
     pub left: BTreeMap<Place, bool>,
-    /// Names of snapshots and groups, each with the key of a node. A router may keep the name for this node, because the
-    /// node's last answer was ABORTED.
+    /// Names of snapshots and groups, each with the key of a node: a call for it ended with ABORTED, so a router may keep the
+    /// name for this node.
     pub kept_names: BTreeSet<(String, String)>,
 }
 

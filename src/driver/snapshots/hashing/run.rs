@@ -97,7 +97,7 @@ impl Hashing {
                 Err(error) if error.stopped().is_some() => return,
                 // The parent's data of these blocks was freed, so a retry cannot succeed.
                 Err(Error::Cbt(cbt::Error::Lost { what })) => {
-                    tracing::warn!(snapshot_id = %work.id, what, "not compared with the snapshot before");
+                    tracing::warn!(snapshot_id = %work.id, what, "not compared with an earlier snapshot");
                     self.queue.done(&work);
                 }
                 // Until a retry succeeds, deltas read the data instead.
@@ -125,8 +125,10 @@ impl Hashing {
                     continue;
                 }
                 let bytes = self.histories.pending_bytes(record);
-                if bytes > 0 || self.is_to_compare(record) || self.histories.lacks_skips(record) {
+                if bytes > 0 || self.is_to_compare(record) {
                     self.queue.add(record, bytes);
+                } else if self.histories.lacks_skips(record) {
+                    self.queue.add_skips(record);
                 }
             }
             if self.queue.stop.check().is_err() {

@@ -177,8 +177,8 @@ impl History<'_> {
             snapshot_id = %record.id, blocks,
             "the allocated map does not match the data, making it again; deltas that were listed before may lack these blocks"
         );
-        self.remove_skips_from(record)?;
         let pending = MapFile::open(&dir.pending())?;
+        self.remove_skips_from(record)?;
         let neighbours = store.read(|index| {
             let line = || index.line(&record.volume);
             let parent = line().rfind(|other| other.sequence < record.sequence);

@@ -2,12 +2,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::driver::error::{Error, Result};
 use crate::driver::snapshots::history::hold::{Histories, History, header};
 use crate::driver::snapshots::history::skips::span;
-use crate::driver::snapshots::queue::TURN;
 use crate::store::SnapshotRecord;
 use base::{Block, DraftFile, ObjectDir, Stop};
 use cbt::{self, DeltaScan, Found, MapFile, MapHeader, MapWriter, Relation, Side};
@@ -16,6 +15,9 @@ use files::durable;
 /// The most links between two snapshots that a delta follows, since each keeps a file open. Beyond that, all blocks that
 /// either snapshot holds are compared. With skip maps, a chain of 30,000 snapshots has shorter ways.
 const MAX_LINKS: usize = 64;
+
+/// How often a comparison in the background looks up from its work.
+const LOOK: Duration = Duration::from_secs(1);
 
 impl Histories {
     /// Opens the maps, hashes and data of a snapshot for a comparison.
@@ -63,21 +65,24 @@ impl Histories {
         base: &SnapshotRecord,
     ) -> Result<Option<(MapFile, Arc<SnapshotRecord>)>> {
         let dir = self.shared.store.snapshot_dir(at);
+        let before = |map: &MapFile| {
+            let id = &map.header().relative_to.as_ref()?.snapshot;
+            let before = self.shared.store.read(|index| index.known(id))?;
+            (before.sequence >= base.sequence).then_some(before)
+        };
         let is_short = |level: &u32| span(at.sequence, *level) > span(base.sequence, *level);
-        let skips = ObjectDir::SKIPS.rev().filter(is_short).map(|level| dir.skip(level));
-        for path in skips.chain([dir.changed()]) {
-            let map = match MapFile::open_sound(&path) {
-                Err(cbt::Error::Sys(error)) if error.is_not_found() => continue,
-                map => map?,
-            };
-            let Some(map) = map else { continue };
-            let Some(relation) = &map.header().relative_to else { continue };
-            let before = self.shared.store.read(|index| index.known(&relation.snapshot));
-            if let Some(before) = before.filter(|before| before.sequence >= base.sequence) {
+        for level in ObjectDir::SKIPS.rev().filter(is_short) {
+            // One that is missing, damaged or of a later version is not needed.
+            if let Ok(Some(map)) = MapFile::open_sound(&dir.skip(level))
+                && let Some(before) = before(&map)
+            {
                 return Ok(Some((map, before)));
             }
         }
-        Ok(None)
+        match MapFile::open_sound(&dir.changed()) {
+            Err(cbt::Error::Sys(error)) if error.is_not_found() => Ok(None),
+            map => Ok(map?.and_then(|map| before(&map).map(|before| (map, before)))),
+        }
     }
 
     /// Writes the map of the blocks that differ between two snapshots, of those that `way` lists.
@@ -89,25 +94,19 @@ impl Histories {
         way: Vec<MapFile>,
         stop: &Stop,
     ) -> Result<()> {
-        let write = || {
-            durable::remove(fresh)?;
+        durable::prepare(fresh, |fresh| {
             let relative_to = Some(Relation { snapshot: base.id.clone(), exact: true });
             let mut writer = MapWriter::create(fresh, MapHeader { relative_to, ..header(record) })?;
             let (base, target) = (self.side(base, stop)?, self.side(record, stop)?);
             let mut scan = DeltaScan::new(base, target, Some(way), Block(0));
             loop {
-                match scan.next_run(stop, Instant::now() + TURN)? {
+                match scan.next_run(stop, Instant::now() + LOOK)? {
                     Found::Run(run) => writer.insert(run)?,
                     Found::Nothing => {}
                     Found::End => return Ok(writer.finish()?),
                 }
             }
-        };
-        let written = write();
-        if written.is_err() {
-            durable::remove(fresh)?;
-        }
-        written
+        })
     }
 }
 

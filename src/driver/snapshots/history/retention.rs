@@ -21,7 +21,7 @@ impl Histories {
     }
 
     /// Whether the pool is short of space, so that nothing is kept that is not needed.
-    fn is_short(&self) -> bool {
+    pub(super) fn is_short(&self) -> bool {
         matches!(self.shared.open_pool.shortage(), Ok(Some(_)))
     }
 
