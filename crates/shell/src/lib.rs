@@ -6,6 +6,8 @@
 //! - What cannot be said on standard error is lost, and nothing else.
 #![forbid(unsafe_code)]
 
+mod pages;
+
 use std::error::Error;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
@@ -47,6 +49,8 @@ macro_rules! say {
 }
 
 /// The command line, of which a wrong one ends the program. A negative number is a value of its flag, not a flag.
+///
+/// `completions` and `man`, which every program has, are done here, and end it too.
 pub fn parse<C: Parser>() -> C {
     fn with_numbers(command: Command) -> Command {
         let command = command.mut_args(|of| match of.get_action().takes_values() && !of.is_positional() {
@@ -55,7 +59,16 @@ pub fn parse<C: Parser>() -> C {
         });
         command.mut_subcommands(with_numbers)
     }
-    C::from_arg_matches(&with_numbers(C::command()).get_matches()).unwrap_or_else(|error| error.exit())
+    let program = with_numbers(pages::add(C::command()));
+    let given = program.clone().get_matches();
+    match pages::run(&program, &given) {
+        Ok(false) => C::from_arg_matches(&given).unwrap_or_else(|error| error.exit()),
+        Ok(true) => std::process::exit(0),
+        Err(error) => {
+            say!("{}: {}", program.get_name(), base::report(&*error));
+            std::process::exit(1)
+        }
+    }
 }
 
 /// A number of things, such as `1 snapshot` and `2 snapshots`.
