@@ -223,6 +223,33 @@ fn every_program_has_completions_and_man_pages() {
     }
 }
 
+/// Every length of time is written in one way.
+#[test]
+fn all_flags_that_are_a_length_of_time_take_a_unit_or_seconds() {
+    let dir = testkit::temp_dir();
+    let mut flags = 0;
+    for (program, commands) in PROGRAMS {
+        for command in [&[""], commands].concat() {
+            let line = format!("{program} {command}");
+            let help = String::from_utf8(run(&format!("{line} --help"), dir.path()).stdout).expect("UTF-8");
+            assert!(!help.contains("<SECONDS"), "{line}: {help}");
+            for flag in help.lines().filter_map(|line| line.trim().strip_suffix(" <AGE>")) {
+                flags += 1;
+                for value in ["1s", "1"] {
+                    let told = said(&run(&format!("{line} {flag} {value} --no-such-flag"), dir.path()));
+                    assert!(
+                        told.contains("unexpected argument '--no-such-flag'"),
+                        "{line} {flag} {value}: {told}"
+                    );
+                }
+                let told = said(&run(&format!("{line} {flag} 1x"), dir.path()));
+                assert!(told.contains("invalid value '1x'"), "{line} {flag}: {told}");
+            }
+        }
+    }
+    assert!(flags > 20, "{flags}");
+}
+
 /// What a command is for: to print something, or to do something and to say so.
 #[derive(Clone, Copy, PartialEq)]
 enum For {

@@ -11,6 +11,7 @@ mod pages;
 use std::error::Error;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Command, Parser};
 use serde::Serialize;
@@ -69,6 +70,18 @@ pub fn parse<C: Parser>() -> C {
             std::process::exit(1)
         }
     }
+}
+
+/// The value of a flag that is a length of time above zero.
+pub fn age(text: &str) -> Result<Duration, String> {
+    let age = base::age::read(text).filter(|age| !age.is_zero());
+    age.ok_or_else(|| "a length of time is a number above 0 and a unit (s, m, h, d), such as 5m".into())
+}
+
+/// The value of a flag that is a length of time, or 0.
+pub fn age_or_none(text: &str) -> Result<Duration, String> {
+    base::age::read(text)
+        .ok_or_else(|| "a length of time is a number and a unit (s, m, h, d), such as 5m; or 0".into())
 }
 
 /// A number of things, such as `1 snapshot` and `2 snapshots`.
