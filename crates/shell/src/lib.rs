@@ -17,6 +17,9 @@ use clap::{Command, Parser};
 use serde::Serialize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+/// The commit of a release and its date, from git. A build by hand has none: else each commit would build everything anew.
+const COMMIT: Option<&str> = option_env!("DELTAPATH_COMMIT");
+
 /// Exit code of wrong usage.
 pub const USAGE: u8 = 2;
 /// Exit code of a command that a signal has ended. A server that a signal ends has done what it is for: 0.
@@ -60,7 +63,12 @@ pub fn parse<C: Parser>() -> C {
         });
         command.mut_subcommands(with_numbers)
     }
-    let program = with_numbers(pages::add(C::command()));
+    let mut program = with_numbers(pages::add(C::command()));
+    if let (Some(version), Some(commit)) = (program.get_version(), COMMIT.filter(|commit| !commit.is_empty()))
+    {
+        let version: &'static str = format!("{version} ({commit})").leak();
+        program = program.version(version);
+    }
     let given = program.clone().get_matches();
     match pages::run(&program, &given) {
         Ok(false) => C::from_arg_matches(&given).unwrap_or_else(|error| error.exit()),
