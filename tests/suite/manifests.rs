@@ -262,9 +262,9 @@ fn every_panel_of_the_dashboard_asks_for_something() {
     let titles: Vec<&str> = rows.iter().filter_map(|row| row["title"].as_str()).collect();
     assert_eq!(titles, ["Driver", "Gateway", "Router", "Certificates and logs"]);
     for panel in &panels {
-        let asks = list(&panel["targets"]).filter_map(|target| target["expr"].as_str());
-        assert!(asks.clone().count() > 0, "{panel}");
-        assert!(asks.clone().all(|expression| expression.contains("$namespace")), "{panel}");
+        let asks: Vec<&str> = list(&panel["targets"]).filter_map(|target| target["expr"].as_str()).collect();
+        assert!(!asks.is_empty(), "{panel}");
+        assert!(asks.iter().all(|expression| expression.contains("$namespace")), "{panel}");
     }
     let ids: BTreeSet<u64> = list(&dashboard["panels"]).filter_map(|panel| panel["id"].as_u64()).collect();
     assert_eq!(ids.len(), rows.len() + panels.len(), "two panels have one id");
@@ -288,6 +288,32 @@ fn every_alert_has_a_section_that_says_what_to_do() {
     let sections = page.lines().filter_map(|line| line.strip_prefix("### Deltapath"));
     for section in sections {
         assert!(named.contains(&*format!("Deltapath{section}")), "there is no alert Deltapath{section}");
+    }
+}
+
+/// hack/alerts has series for which each alert fires, and some for which it does not, and plays them with Prometheus' own code.
+#[test]
+fn every_alert_fires_when_it_is_to_and_not_otherwise() {
+    testkit::needs("the player of the alerts");
+    let player = repository().join(".deps/alerts/alerts");
+    assert!(player.exists(), "needs the player of the alerts: run `make test-deps`");
+    let play = |template: &Path| {
+        let mut command = Command::new(&player);
+        command.current_dir(repository()).arg(template).arg("hack/alerts/cases.yaml");
+        command.output().expect("run the player")
+    };
+    let template = "deploy/chart/deltapath/templates/monitoring.yaml";
+    let output = play(Path::new(template));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // It can fail: here the first alert fires too late, and another at once.
+    let rules = read(template).replacen("for: 15m", "for: 20m", 1).replace("for: 5m", "for: 0m");
+    let wrong = tempfile::NamedTempFile::new().expect("temp file");
+    std::fs::write(wrong.path(), rules).expect("write");
+    let output = play(wrong.path());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "wrong alerts pass");
+    for fault in ["DeltapathPoolNearlyFull does not fire for", "DeltapathNotReady fires for"] {
+        assert!(said.contains(fault), "{fault:?} is not in:\n{said}");
     }
 }
 
