@@ -1,7 +1,7 @@
 // alerts plays the alerts of the Helm chart, with Prometheus' own code and series that a file has: each must fire where it is to
-// fire, and must not where it is not.
+// fire, and must not where it is not. What the dashboard asks for must be PromQL.
 //
-//	alerts TEMPLATE CASES
+//	alerts TEMPLATE CASES DASHBOARD
 //
 // It is a module of its own, since Prometheus needs other versions of Kubernetes' libraries than the checker of the manifests.
 package main
@@ -48,17 +48,17 @@ type cases map[string]struct {
 var parsed = parser.NewParser(parser.Options{})
 
 func main() {
-	if len(os.Args) != 3 {
-		fmt.Fprintln(os.Stderr, "alerts: name the template of the alerts and the file of the cases")
+	if len(os.Args) != 4 {
+		fmt.Fprintln(os.Stderr, "alerts: name the template of the alerts, the file of the cases, and the dashboard")
 		os.Exit(2)
 	}
-	if err := run(os.Args[1], os.Args[2]); err != nil {
+	if err := errors.Join(play(os.Args[1], os.Args[2]), ask(os.Args[3])); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func run(templateFile, casesFile string) error {
+func play(templateFile, casesFile string) error {
 	all, err := render(templateFile)
 	if err != nil {
 		return fmt.Errorf("%s: %w", templateFile, err)
@@ -91,6 +91,32 @@ func run(templateFile, casesFile string) error {
 	}
 	for name := range played {
 		faults = append(faults, fmt.Errorf("there is no alert %s", name))
+	}
+	return errors.Join(faults...)
+}
+
+// ask parses what the panels of a dashboard ask for.
+func ask(file string) error {
+	var dashboard struct {
+		Panels []struct {
+			Title   string
+			Targets []struct{ Expr string }
+		}
+	}
+	text, err := os.ReadFile(file)
+	if err == nil {
+		err = yaml.Unmarshal(text, &dashboard)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", file, err)
+	}
+	var faults []error
+	for _, panel := range dashboard.Panels {
+		for _, target := range panel.Targets {
+			if _, err := parsed.ParseExpr(strings.ReplaceAll(target.Expr, "$__rate_interval", "5m")); err != nil {
+				faults = append(faults, fmt.Errorf("%s: %s: %q: %w", file, panel.Title, target.Expr, err))
+			}
+		}
 	}
 	return errors.Join(faults...)
 }

@@ -94,7 +94,7 @@ fn exit_codes_are_the_same_in_all_programs() {
         }
         row(&format!("{program} completions"), 2, "<SHELL>");
         row(&format!("{program} completions tcsh"), 2, "possible values: bash");
-        row(&format!("{program} man --out @/file"), 1, "@/file");
+        row(&format!("{program} man --out @/file"), 1, "File exists");
     }
     for (program, _) in PROGRAMS {
         row(&format!("{program} no-such-command"), 2, "no-such-command");

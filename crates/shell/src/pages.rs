@@ -46,8 +46,11 @@ pub(crate) fn run(program: &Command, given: &ArgMatches) -> Result<bool, Box<dyn
             crate::print(&String::from_utf8(text)?)?;
         }
         Pages::Man { out: None } => {
+            // As those of all commands are written.
+            let mut program = program.clone().disable_help_subcommand(true);
+            program.build();
             let mut text = Vec::new();
-            clap_mangen::Man::new(program.clone()).render(&mut text)?;
+            clap_mangen::Man::new(program).render(&mut text)?;
             crate::print(&String::from_utf8(text)?)?;
         }
         Pages::Man { out: Some(dir) } => {
