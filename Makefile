@@ -13,6 +13,9 @@ MINUTES ?= 30
 POOL ?= btrfs
 SECONDS ?= 60
 
+# Schedules of each kind that `make interleavings` plays of each protocol.
+SCHEDULES ?= 100000
+
 # Power cuts of `make power-cuts`.
 CUTS ?= 200
 KILLS ?= 300
@@ -32,7 +35,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -107,6 +110,9 @@ backup-power: ## Cut the power of a machine with a repository on it and audit wh
 
 conformance-many: deps ## cbt-lab conformance with a million changes between two snapshots, on all pools and in both styles
 	hack/no-leaks.sh $(CARGO) test --locked --test suite -- million_ranges --include-ignored --nocapture --test-threads 1
+
+interleavings: ## Locks, queue and stream memory under a model checker: SCHEDULES=100000 of each kind, of each protocol
+	DELTAPATH_SCHEDULES=$(SCHEDULES) $(CARGO) test --locked --lib --features interleavings -- interleavings:: --nocapture
 
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)

@@ -12,7 +12,7 @@
 //! - [`csi`]: gRPC shells: decode, call, encode; errors to codes.
 //! - [`driver`]: the behaviour, synchronous.
 //! - [`store`]: records on disk. [`pool`]: where bytes live. They do not know each other, nor [`cbt`].
-//! - [`sys`]: the kernel; the only `unsafe`.
+//! - [`sys`]: the kernel; the only `unsafe`. `sync`: std's locks, or those of a model checker.
 //!
 //! What others share is in `crates/`: [`base`], [`files`], [`proto`], [`cbt`], [`serve`] and [`csi_client`]. A
 //! test (`tests/suite/arrows.rs`) reads the paths here and fails when one points up.
@@ -29,4 +29,5 @@ pub mod http;
 mod metric;
 pub mod pool;
 pub mod store;
+mod sync;
 pub mod sys;

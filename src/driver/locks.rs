@@ -8,10 +8,11 @@
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::driver::error::{Error, Result};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
 
 /// How often a waiting caller's stop is checked.
@@ -119,7 +120,7 @@ impl Drop for OpGuard {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(feature = "interleavings")))]
 mod tests {
     use super::*;
 

@@ -7,6 +7,8 @@ mod config;
 mod devices;
 mod error;
 mod health;
+#[cfg(all(test, feature = "interleavings"))]
+mod interleavings;
 mod locks;
 mod metadata;
 mod node;

@@ -47,8 +47,9 @@ use base::{GroupDir, ObjectDir, PoolDir, SnapshotId, VolumeId};
 use files::Context;
 use files::durable;
 
-/// Records that are read at once at a start.
-const READERS: usize = 16;
+/// Records that are read at once at a start, if there are more than a few.
+const READERS: usize = 4;
+const FEW: usize = 100;
 
 /// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -432,8 +433,8 @@ fn each<T: Send>(paths: Vec<PathBuf>, look: impl Fn(&Path) -> T + Sync) -> Vec<(
         (path, seen)
     };
     match rayon::ThreadPoolBuilder::new().num_threads(READERS).build() {
-        Ok(readers) => readers.install(|| paths.into_par_iter().map(look).collect()),
-        Err(_) => paths.into_iter().map(look).collect(),
+        Ok(readers) if paths.len() > FEW => readers.install(|| paths.into_par_iter().map(look).collect()),
+        _ => paths.into_iter().map(look).collect(),
     }
 }
 

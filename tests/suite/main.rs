@@ -12,6 +12,7 @@ mod arrows;
 mod bench;
 mod chaos;
 mod check;
+mod clients;
 mod cluster_classes;
 mod cluster_docs;
 mod cluster_faults;

@@ -223,9 +223,9 @@ pub struct DeltaScan {
     changed: Option<Vec<MapFile>>,
     segments: Segments,
     loaded: LoadedSegments,
-    /// How many are loaded at a time: twice as many each time, so that an answer that reads a little loads a little.
-    at_a_time: usize,
     looked: u32,
+    /// Whether the time was over when the last run was found.
+    is_late: bool,
 }
 
 struct Sides {
@@ -258,17 +258,20 @@ impl DeltaScan {
             changed,
             segments: Segments::new(indexes, start),
             loaded: LoadedSegments::default(),
-            at_a_time: 1,
             looked: 0,
+            is_late: false,
         }
     }
 
     /// The next run of differing blocks, ascending; runs may end anywhere, also where they go on. After
     /// `until` it looks no further than it must.
     pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Found> {
+        if std::mem::take(&mut self.is_late) {
+            return Ok(Found::Nothing);
+        }
         let mut run: Option<BlockRange> = None;
         loop {
-            let candidate = self.loaded.0.front_mut().and_then(|segment| {
+            let candidate = self.loaded.segments.front_mut().and_then(|segment| {
                 let within = *segment.candidates.peek()?;
                 Some((segment.index.block(within), within))
             });
@@ -281,7 +284,7 @@ impl DeltaScan {
                 }
                 // A segment that takes long to load is not given up before a block of it was judged: it may have to be
                 // loaded again.
-                if self.loaded.0.is_empty() && Instant::now() >= until {
+                if self.loaded.segments.is_empty() && Instant::now() >= until {
                     return Ok(Found::Nothing);
                 }
                 continue;
@@ -292,7 +295,7 @@ impl DeltaScan {
                 return Ok(Found::Run(run));
             }
             let differs = self.sides.differ(&self.loaded, within, block, stop)?;
-            self.loaded.0.front_mut().and_then(|segment| segment.candidates.next());
+            self.loaded.segments.front_mut().and_then(|segment| segment.candidates.next());
             self.segments.next = block + 1;
             match (&mut run, differs) {
                 (None, true) => run = Some(BlockRange::one(block)),
@@ -304,6 +307,7 @@ impl DeltaScan {
             if self.looked == 0 {
                 stop.check()?;
                 if Instant::now() >= until {
+                    self.is_late = run.is_some();
                     return Ok(run.map_or(Found::Nothing, Found::Run));
                 }
             }
@@ -314,10 +318,10 @@ impl DeltaScan {
     /// the end.
     fn load_next(&mut self, stop: &Stop, until: Instant) -> Result<bool> {
         stop.check()?;
-        if let Some(done) = self.loaded.0.pop_front() {
+        if let Some(done) = self.loaded.segments.pop_front() {
             self.segments.next = done.index.blocks().end;
         }
-        if !self.loaded.0.is_empty() {
+        if !self.loaded.segments.is_empty() {
             return Ok(true);
         }
         let Some(mut index) = self.segments.current() else { return Ok(false) };
@@ -326,19 +330,20 @@ impl DeltaScan {
             match self.load(index, stop)? {
                 Some(segment) => {
                     (bytes, compared) = (bytes + segment.bytes, compared + segment.compared.len());
-                    self.loaded.0.push_back(segment);
+                    self.loaded.segments.push_back(segment);
                 }
-                None if self.loaded.0.is_empty() => self.segments.next = index.blocks().end,
+                None if self.loaded.segments.is_empty() => self.segments.next = index.blocks().end,
                 None => {}
             }
-            let is_enough =
-                self.loaded.0.len() >= self.at_a_time || bytes >= AHEAD_BYTES || compared >= AHEAD_BLOCKS;
+            let is_enough = self.loaded.segments.len() >= self.loaded.at_a_time
+                || bytes >= AHEAD_BYTES
+                || compared >= AHEAD_BLOCKS;
             match self.segments.after(index).filter(|_| !is_enough && Instant::now() < until) {
                 Some(next) => index = next,
                 None => break,
             }
         }
-        self.at_a_time = 2 * self.loaded.0.len().max(1);
+        self.loaded.at_a_time = 2 * self.loaded.segments.len().max(1);
         Ok(true)
     }
 
@@ -396,13 +401,11 @@ impl DeltaScan {
         self.sides.base.park();
         self.sides.target.park();
         self.changed.iter().flatten().for_each(MapFile::park);
-        self.at_a_time = 1;
         let loaded = std::mem::take(&mut self.loaded);
-        (!loaded.0.is_empty()).then_some(loaded)
+        (!loaded.segments.is_empty()).then_some(loaded)
     }
 
     pub(super) fn resume(&mut self, loaded: LoadedSegments) {
-        self.at_a_time = 2 * loaded.0.len();
         self.loaded = loaded;
     }
 }
@@ -410,7 +413,7 @@ impl DeltaScan {
 impl Sides {
     /// Whether a block of the first of the `loaded` segments differs.
     fn differ(&mut self, loaded: &LoadedSegments, within: u32, block: Block, stop: &Stop) -> Result<bool> {
-        let segment = &loaded.0[0];
+        let segment = &loaded.segments[0];
         if segment.certain.contains(within) {
             return Ok(true);
         }

@@ -12,6 +12,7 @@ pub mod earlier;
 pub mod fuzz;
 pub mod gateway;
 pub mod lab;
+pub mod mover;
 pub mod network;
 pub mod order;
 pub mod orders;

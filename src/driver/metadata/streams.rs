@@ -7,8 +7,9 @@
 //! of a message depends on the memory that other messages leave.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
+use crate::sync::{Mutex, MutexGuard};
 use base::Foreground;
 use cbt::Loaded;
 
@@ -20,11 +21,11 @@ pub const WORKING: usize = MEMORY / 4;
 const PARKED: usize = MEMORY / 8;
 /// The part that messages share, from the first tuple until the last byte is sent. Messages of up to [`SHORT`] tuples may
 /// exceed it.
-const MESSAGES: usize = MEMORY / 8;
+pub(in crate::driver) const MESSAGES: usize = MEMORY / 8;
 /// Tuples that every message may hold. The rest of the memory is for a thousand streams of such messages.
-const SHORT: usize = 64;
+pub(in crate::driver) const SHORT: usize = 64;
 /// Memory that a tuple takes while its message is made.
-const TUPLE: usize = 40;
+pub(in crate::driver) const TUPLE: usize = 40;
 
 /// The memory that the streams of a driver hold.
 #[derive(Debug)]
@@ -80,6 +81,12 @@ impl Streams {
         let bytes = most * TUPLE;
         held.messages += bytes;
         (Share { streams: self.clone(), bytes }, most)
+    }
+
+    /// Bytes of all messages, which the bound is for.
+    #[cfg(all(test, feature = "interleavings"))]
+    pub(in crate::driver) fn messages(&self) -> usize {
+        self.held().messages
     }
 
     /// Counts `bytes` of a message until the share is dropped.

@@ -8,10 +8,11 @@
 //! deleted snapshots.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::store::SnapshotRecord;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use base::{SnapshotId, Stop, VolumeId};
 
 /// How often the age of retained snapshots is checked.
@@ -354,5 +355,5 @@ pub(in crate::driver) enum Next {
     Stop,
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(feature = "interleavings")))]
 mod tests;

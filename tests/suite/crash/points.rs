@@ -52,7 +52,11 @@ const HARMLESS: [Harmless; 8] = [
                 && point.path.extension().is_none()
         };
         let renamed = before.iter().find(|point| point.step == "rename");
-        goes(point) || point.step == "sync" && renamed.is_some_and(goes)
+        // The last member of a deleted group takes the group with it, after what the call asked for is done.
+        let is_done = before.iter().any(|before| contains(&before.path, "/deleted.json"));
+        let group_goes = |point: &Point| point.step == "rename" && contains(&point.path, "/groups/");
+        let gone = |point: &Point| goes(point) || is_done && group_goes(point);
+        gone(point) || point.step == "sync" && renamed.is_some_and(gone)
     },
     // Without the link a delta compares whole maps, and is as exact.
     |point, before, _, _| {

@@ -13,24 +13,28 @@ use base::{Block, Stop};
 /// The segment that a [`DeltaScan`] is in, and small ones that follow: in a sparse volume each has a few blocks, and those of
 /// many must be on their way from the disk at once.
 #[derive(Default)]
-pub(crate) struct LoadedSegments(pub(super) VecDeque<Segment>);
+pub(crate) struct LoadedSegments {
+    pub(super) segments: VecDeque<Segment>,
+    /// How many are loaded next: twice as many each time, so that an answer that reads a little loads a little.
+    pub(super) at_a_time: usize,
+}
 
 impl LoadedSegments {
     /// Memory they take.
     pub(crate) fn bytes(&self) -> usize {
-        self.0.iter().map(|segment| segment.bytes).sum()
+        self.segments.iter().map(|segment| segment.bytes).sum()
     }
 
     /// The pages with the hashes of blocks that are compared after this one. Some may be of blocks without a hash.
     pub(super) fn pages_after(&self, within: u32) -> impl Iterator<Item = u64> {
-        let (first, later) = (self.0.front(), self.0.iter().skip(1));
+        let (first, later) = (self.segments.front(), self.segments.iter().skip(1));
         let first = first.into_iter().flat_map(move |segment| segment.pages_from(u64::from(within) + 1));
         first.chain(later.flat_map(|segment| segment.pages_from(0)))
     }
 
     /// The blocks after this one whose bytes are read, according to the maps.
     pub(super) fn unhashed_after(&self, within: u32) -> impl Iterator<Item = Block> {
-        let (first, later) = (self.0.front(), self.0.iter().skip(1));
+        let (first, later) = (self.segments.front(), self.segments.iter().skip(1));
         let first = first.into_iter().flat_map(move |segment| segment.unhashed_from(within + 1));
         first.chain(later.flat_map(|segment| segment.unhashed_from(0)))
     }

@@ -293,7 +293,8 @@ fn the_next_pages_are_those_of_the_blocks_that_are_compared_later() {
     };
     // Page 33,026 of 127 hashes begins in segment 0 and ends in segment 1.
     let first = segment(1, &[0, 1, 40, 126, 127, 600, 601, 5000, 4_194_303]);
-    let loaded = LoadedSegments([first, segment(3, &[7]), segment(4, &[0])].into());
+    let segments = [first, segment(3, &[7]), segment(4, &[0])].into();
+    let loaded = LoadedSegments { segments, at_a_time: 1 };
     for (within, expected) in [
         (0, &[33_026, 33_027, 33_030, 33_065, 66_052, 99_078, 132_104][..]),
         (126, &[33_027, 33_030, 33_065, 66_052, 99_078, 132_104]),
@@ -312,15 +313,23 @@ fn the_next_pages_are_those_of_the_blocks_that_are_compared_later() {
 #[test]
 fn a_scan_over_many_small_segments_stops_when_its_time_is_over() {
     let blocks: Vec<u64> = (0..200).map(|index| SegmentIndex(index).block(5).0).collect();
-    let contents: Vec<(u64, Option<u8>)> = blocks.iter().map(|block| (*block, Some(1))).collect();
-    let (base, target) = (Fake::new(&contents, &[], None), Fake::new(&contents, &[], None));
-    let maps = vec![changed_since(base.dir.path(), &blocks, Some(false))];
-    let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps), Block(0));
-    let mut turns = 0;
-    while scan.next_run(&Stop::default(), Instant::now()).expect("scan") == Found::Nothing {
-        turns += 1;
+    let contents = |fill| blocks.iter().map(|block| (*block, Some(fill))).collect::<Vec<_>>();
+    let base = Fake::new(&contents(1), &[], None);
+    for (fill, differ) in [(1, 0), (2, 200)] {
+        let target = Fake::new(&contents(fill), &[], None);
+        let maps = vec![changed_since(base.dir.path(), &blocks, Some(false))];
+        let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps), Block(0));
+        let (mut turns, mut runs) = (0, 0);
+        loop {
+            match scan.next_run(&Stop::default(), Instant::now()).expect("scan") {
+                Found::Run(_) => runs += 1,
+                Found::Nothing => turns += 1,
+                Found::End => break,
+            }
+        }
+        assert_eq!(runs, differ);
+        assert!((2..=4).contains(&turns), "{turns} turns, {differ} differ");
     }
-    assert!((2..=4).contains(&turns), "{turns} turns");
 }
 
 /// Nobody reads a block that somebody else has hashed: the data is spoiled in between.

@@ -18,6 +18,7 @@ mod hostile;
 mod iterator;
 mod library;
 mod metrics;
+mod rehomed;
 mod rights;
 mod streams;
 mod watches;
@@ -88,6 +89,9 @@ fn main() -> ExitCode {
         community::a_backup_tool_of_the_community_works_on_dir,
         community::the_communitys_sidecar_has_the_faults_that_these_tests_look_for,
         community::the_communitys_sidecar_ends_streams_that_are_read_and_the_gateway_does_not,
+        rehomed::a_tool_that_takes_snapshots_over_stays_incremental_on_btrfs,
+        rehomed::a_tool_that_takes_snapshots_over_stays_incremental_on_xfs,
+        rehomed::a_tool_that_takes_snapshots_over_stays_incremental_on_dir,
         iterator::the_communitys_iterator_meets_each_fault_as_the_page_says,
         conformance::the_gateway_passes_every_case_of_kubernetes,
         conformance::every_fault_before_the_gateway_is_seen_by_its_cases,

@@ -1,0 +1,6 @@
+//! The locks of the protocols that `make interleavings` plays through: those of std, and there those of a model checker.
+
+#[cfg(feature = "interleavings")]
+pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(feature = "interleavings"))]
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
