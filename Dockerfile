@@ -25,9 +25,11 @@ COPY proto proto
 COPY src src
 COPY benches benches
 COPY tests tests
+# What --version says, such as "0123abcd4567 2026-01-31".
+ARG COMMIT=
 # Static files, which need no other. The target is named so that the flag is not for build scripts.
 RUN host=$(rustc -vV | sed -n 's/^host: //p') \
- && cargo build --release --locked --target "$host" --package deltapath --package cbt-lab --package deltapath-gateway \
+ && DELTAPATH_COMMIT="$COMMIT" cargo build --release --locked --target "$host" --package deltapath --package cbt-lab --package deltapath-gateway \
         --package deltapath-router --package deltapath-earlier --package cbt-backup \
  && cd "target/$host/release" \
  && install -D deltapath /out/deltapath/usr/local/bin/deltapath \

@@ -31,6 +31,10 @@ BACKUP_CUTS ?= 100
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
+# What images say about themselves. The commit and its date are the same wherever they are built.
+RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
+
 .PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
 
 help: ## Say what there is
@@ -124,27 +128,27 @@ transfer-kills: deps ## Kill both ends of transfers between nodes, KILLS=300 tim
 	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath --package deltapath-router --features failpoints --test suite -- transfer_kills transfer_points every_call --nocapture
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
-	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(ENGINE) build $(RELEASE) \
 		--tag deltapath:$(VERSION) .
 
 lab-image: ## Build the image of the conformance suite, cbt-lab:VERSION
-	$(ENGINE) build --target lab --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(ENGINE) build --target lab $(RELEASE) \
 		--tag cbt-lab:$(VERSION) .
 
 gateway-image: ## Build the image of the gateway, deltapath-gateway:VERSION
-	$(ENGINE) build --target gateway --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(ENGINE) build --target gateway $(RELEASE) \
 		--tag deltapath-gateway:$(VERSION) .
 
 router-image: ## Build the image of the router, deltapath-router:VERSION
-	$(ENGINE) build --target router --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(ENGINE) build --target router $(RELEASE) \
 		--tag deltapath-router:$(VERSION) .
 
 earlier-image: ## Build the image of the earlier designs, cbt-earlier:VERSION
-	$(ENGINE) build --target earlier --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(ENGINE) build --target earlier $(RELEASE) \
 		--tag cbt-earlier:$(VERSION) .
 
 cbt-backup-image: ## Build the image of the backup tool, cbt-backup:VERSION
-	$(ENGINE) build --target backup --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(ENGINE) build --target backup $(RELEASE) \
 		--tag cbt-backup:$(VERSION) .
 
 backup-example-image: ## Build the image of the example backup program, backup-example:VERSION

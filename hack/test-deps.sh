@@ -59,6 +59,15 @@ if ! fresh manifests "$state"; then
     echo "$state" >.deps/manifests/state
 fi
 
+# hack/alerts, which plays the alerts of the chart.
+state=$(hash_of hack/alerts/main.go hack/alerts/go.mod hack/alerts/go.sum)
+if ! fresh alerts "$state"; then
+    echo "test-deps: building the player of the alerts"
+    mkdir -p .deps/alerts
+    (cd hack/alerts && go vet . && go build -o "$root/.deps/alerts/alerts" .)
+    echo "$state" >.deps/alerts/state
+fi
+
 # The example backup program, and the community's sidecar that it talks to.
 state=$(hash_of deploy/backup-example/main.go deploy/backup-example/go.mod deploy/backup-example/go.sum hack/sidecar/go.mod hack/sidecar/go.sum)
 if ! fresh backup "$state"; then

@@ -92,8 +92,11 @@ fn exit_codes_are_the_same_in_all_programs() {
         for command in commands {
             row(&format!("{program} {command} --no-such-flag"), 2, "--no-such-flag");
         }
+        row(&format!("{program} completions"), 2, "<SHELL>");
+        row(&format!("{program} completions tcsh"), 2, "possible values: bash");
+        row(&format!("{program} man --out @/file"), 1, "File exists");
     }
-    for program in ["deltapath", "deltapath-router", "cbt-backup", "cbt-earlier", "cbt-lab"] {
+    for (program, _) in PROGRAMS {
         row(&format!("{program} no-such-command"), 2, "no-such-command");
     }
     // Values that are wrong wherever they are given.
@@ -185,6 +188,68 @@ fn exit_codes_are_the_same_in_all_programs() {
     assert_eq!(testkit::leftovers(dir), [""; 0]);
 }
 
+/// Shells and man pages know every command of every program.
+#[test]
+fn every_program_has_completions_and_man_pages() {
+    let dir = testkit::temp_dir();
+    let dir = dir.path();
+    for (program, commands) in PROGRAMS {
+        let names = |text: &str, line: &str| {
+            for name in [&[program, "--help", "completions", "man"], commands].concat() {
+                assert!(text.contains(name), "{line} does not name {name}: {text}");
+            }
+        };
+        for shell in ["bash", "zsh", "fish"] {
+            let line = format!("{program} completions {shell}");
+            let output = run(&line, dir);
+            assert!(output.status.success() && output.stderr.is_empty(), "{line}: {}", said(&output));
+            // fish has the dashes of a flag elsewhere.
+            let text = String::from_utf8(output.stdout).expect("UTF-8").replace("-l help", "--help");
+            names(&text, &line);
+        }
+        let line = format!("{program} man");
+        let output = run(&line, dir);
+        assert!(output.status.success() && output.stderr.is_empty(), "{line}: {}", said(&output));
+        let page = String::from_utf8(output.stdout).expect("UTF-8");
+        assert!(page.contains(&format!(".TH {program} 1")), "{line}: {page}");
+        names(&page.replace("\\-", "-"), &line);
+        assert_eq!(run(&format!("{program} man --out @/man1"), dir).status.code(), Some(0));
+        assert_eq!(std::fs::read_to_string(dir.join(format!("man1/{program}.1"))).expect("read"), page);
+        for command in [commands, &["completions", "man"]].concat() {
+            let page = std::fs::read_to_string(dir.join(format!("man1/{program}-{command}.1")));
+            let page = page.expect("a page for each command");
+            assert!(page.contains(".SH DESCRIPTION"), "{program} {command}: {page}");
+        }
+    }
+}
+
+/// Every length of time is written in one way.
+#[test]
+fn all_flags_that_are_a_length_of_time_take_a_unit_or_seconds() {
+    let dir = testkit::temp_dir();
+    let mut flags = 0;
+    for (program, commands) in PROGRAMS {
+        for command in [&[""], commands].concat() {
+            let line = format!("{program} {command}");
+            let help = String::from_utf8(run(&format!("{line} --help"), dir.path()).stdout).expect("UTF-8");
+            assert!(!help.contains("<SECONDS"), "{line}: {help}");
+            for flag in help.lines().filter_map(|line| line.trim().strip_suffix(" <AGE>")) {
+                flags += 1;
+                for value in ["1s", "1"] {
+                    let told = said(&run(&format!("{line} {flag} {value} --no-such-flag"), dir.path()));
+                    assert!(
+                        told.contains("unexpected argument '--no-such-flag'"),
+                        "{line} {flag} {value}: {told}"
+                    );
+                }
+                let told = said(&run(&format!("{line} {flag} 1x"), dir.path()));
+                assert!(told.contains("invalid value '1x'"), "{line} {flag}: {told}");
+            }
+        }
+    }
+    assert!(flags > 20, "{flags}");
+}
+
 /// What a command is for: to print something, or to do something and to say so.
 #[derive(Clone, Copy, PartialEq)]
 enum For {
@@ -229,6 +294,8 @@ async fn output_that_nobody_takes_ends_no_work() {
     for (program, commands) in PROGRAMS {
         rows.push((format!("{program} --version"), Doing));
         rows.push((format!("{program} --help"), Doing));
+        rows.push((format!("{program} completions bash"), Printing));
+        rows.push((format!("{program} man"), Printing));
         rows.extend(commands.iter().map(|command| (format!("{program} {command} --help"), Doing)));
     }
     let pipe = || {

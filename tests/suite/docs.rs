@@ -51,7 +51,7 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
 fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     let driver = words(&help("deltapath", "driver"), "--");
     let mut real = driver.clone();
-    for command in ["demo", "verify", "check", "preflight"] {
+    for command in ["demo", "verify", "check", "preflight", "man"] {
         real.extend(words(&help("deltapath", command), "--"));
     }
     for command in ["bench", "conformance", "faults", "mock"] {

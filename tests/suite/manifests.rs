@@ -236,16 +236,86 @@ fn a_chart_that_differs_from_an_overlay_is_found() {
     differs("valid: [{values: {}, without: [StorageClass]}]", "something says \"StorageClass\"");
 }
 
-/// What the chart has Prometheus ask for is in the reference's tables, which are those of the programs.
+/// What the chart has Prometheus and Grafana ask for is in the reference's tables, which are those of the programs.
 #[test]
-fn every_metric_of_an_alert_is_one_of_the_programs() {
-    let rules = read("deploy/chart/deltapath/templates/monitoring.yaml");
+fn every_metric_of_an_alert_or_the_dashboard_is_one_of_the_programs() {
     let reference = read("docs/reference.md");
     let word = |c: char| !(c.is_ascii_lowercase() || c == '_');
-    let names: BTreeSet<&str> = rules.split(word).filter(|name| name.starts_with("deltapath_")).collect();
-    assert!(names.len() > 5, "{names:?}");
-    for name in names {
-        assert!(reference.contains(&format!("`{name}`")), "no program serves {name}");
+    for (file, least) in [("templates/monitoring.yaml", 6), ("dashboards/deltapath.json", 20)] {
+        let text = read(&format!("deploy/chart/deltapath/{file}"));
+        let names: BTreeSet<&str> = text.split(word).filter(|name| name.starts_with("deltapath_")).collect();
+        assert!(names.len() >= least, "{file}: {names:?}");
+        for name in names {
+            let name = name.strip_suffix("_bucket").unwrap_or(name);
+            assert!(reference.contains(&format!("`{name}`")), "{file}: no program serves {name}");
+        }
+    }
+}
+
+/// Grafana shows what it has no query for as an empty panel, and says nothing.
+#[test]
+fn every_panel_of_the_dashboard_asks_for_something() {
+    let dashboard = read("deploy/chart/deltapath/dashboards/deltapath.json");
+    let dashboard: Value = serde_json::from_str(&dashboard).expect("JSON");
+    let (rows, panels): (Vec<&Value>, Vec<&Value>) =
+        list(&dashboard["panels"]).partition(|panel| panel["type"] == "row");
+    let titles: Vec<&str> = rows.iter().filter_map(|row| row["title"].as_str()).collect();
+    assert_eq!(titles, ["Driver", "Gateway", "Router", "Certificates and logs"]);
+    for panel in &panels {
+        let asks: Vec<&str> = list(&panel["targets"]).filter_map(|target| target["expr"].as_str()).collect();
+        assert!(!asks.is_empty(), "{panel}");
+        assert!(asks.iter().all(|expression| expression.contains("$namespace")), "{panel}");
+    }
+    let ids: BTreeSet<u64> = list(&dashboard["panels"]).filter_map(|panel| panel["id"].as_u64()).collect();
+    assert_eq!(ids.len(), rows.len() + panels.len(), "two panels have one id");
+}
+
+/// Each alert means that somebody is to do something, and the page says what.
+#[test]
+fn every_alert_has_a_section_that_says_what_to_do() {
+    let rules = read("deploy/chart/deltapath/templates/monitoring.yaml");
+    let page = read("docs/troubleshooting.md");
+    let alerts: Vec<&str> = rules.split("- alert: ").skip(1).collect();
+    assert!(alerts.len() > 5, "{alerts:?}");
+    let mut named = BTreeSet::new();
+    for alert in alerts {
+        let name = alert.lines().next().expect("a name");
+        let runbook = format!("runbook: docs/troubleshooting.md#{}\n", name.to_lowercase());
+        assert!(alert.contains(&runbook), "{name} does not name its section");
+        assert!(page.contains(&format!("\n### {name}\n")), "no section says what to do about {name}");
+        named.insert(name);
+    }
+    let sections = page.lines().filter_map(|line| line.strip_prefix("### Deltapath"));
+    for section in sections {
+        assert!(named.contains(&*format!("Deltapath{section}")), "there is no alert Deltapath{section}");
+    }
+}
+
+/// hack/alerts has series for which each alert fires, and some for which it does not, and plays them with Prometheus' own code,
+/// which reads what the dashboard asks for too.
+#[test]
+fn every_alert_fires_when_it_is_to_and_not_otherwise() {
+    testkit::needs("the player of the alerts");
+    let player = repository().join(".deps/alerts/alerts");
+    assert!(player.exists(), "needs the player of the alerts: run `make test-deps`");
+    let play = |template: &Path| {
+        let mut command = Command::new(&player);
+        command.current_dir(repository()).arg(template).arg("hack/alerts/cases.yaml");
+        command.arg("deploy/chart/deltapath/dashboards/deltapath.json");
+        command.output().expect("run the player")
+    };
+    let template = "deploy/chart/deltapath/templates/monitoring.yaml";
+    let output = play(Path::new(template));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // It can fail: here the first alert fires too late, and another at once.
+    let rules = read(template).replacen("for: 15m", "for: 20m", 1).replace("for: 5m", "for: 0m");
+    let wrong = tempfile::NamedTempFile::new().expect("temp file");
+    std::fs::write(wrong.path(), rules).expect("write");
+    let output = play(wrong.path());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "wrong alerts pass");
+    for fault in ["DeltapathPoolNearlyFull does not fire for", "DeltapathNotReady fires for"] {
+        assert!(said.contains(fault), "{fault:?} is not in:\n{said}");
     }
 }
 

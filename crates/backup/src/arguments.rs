@@ -1,6 +1,7 @@
 //! Flags and help of every command.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use base::{Endpoint, Quantity};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -102,9 +103,9 @@ pub struct Source {
     /// Times in a row that the driver may fail and be asked again, with longer and longer pauses.
     #[arg(long, value_name = "NUMBER", default_value_t = 8)]
     pub retries: u32,
-    /// Seconds in which the driver may send nothing until it is asked again.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
-    pub max_silence: u64,
+    /// How long the driver may send nothing until it is asked again.
+    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = shell::age)]
+    pub max_silence: Duration,
     /// Reads at once.
     #[arg(long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub in_flight: u8,
@@ -149,10 +150,10 @@ pub struct RunArguments {
     /// Make a full backup, also where an incremental one could be made.
     #[arg(long, conflicts_with = "clean_up")]
     pub full: bool,
-    /// Seconds in which the snapshot must be ready, and then the pod must start; and how long the API server may be away at
-    /// any time.
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
-    pub patience: u64,
+    /// How long the snapshot may take to be ready, and then the pod to start; and how long the API server may be away at any
+    /// time.
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
+    pub patience: Duration,
     /// Leave the snapshot.
     #[arg(long)]
     pub keep_snapshot: bool,
@@ -249,9 +250,9 @@ pub struct PruneArguments {
     /// The percentage of a pack that may be unused before it is rewritten.
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub max_unused: u8,
-    /// Seconds to wait for other commands that use the repository. Default: it fails at once.
-    #[arg(long, value_name = "SECONDS", default_value_t = 0, hide_default_value = true)]
-    pub wait: u64,
+    /// How long to wait for other commands that use the repository. Default: it fails at once.
+    #[arg(long, value_name = "AGE", default_value = "0s", hide_default_value = true, value_parser = shell::age_or_none)]
+    pub wait: Duration,
     /// Say which backups would be removed and what that would free at least, and do nothing. It needs no right to write.
     #[arg(long)]
     pub dry_run: bool,

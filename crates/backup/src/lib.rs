@@ -176,7 +176,7 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
         }
         (None, None) => return Ok((None, Some(snapshot))),
     };
-    let idle = Duration::from_secs(source.max_silence);
+    let idle = source.max_silence;
     let client = client.with_policy(Policy { retries: source.retries, idle, ..Policy::default() });
     let handle = context.wait(client.snapshot_handle(&snapshot))??;
     Ok((Some(Asked { client, snapshot }), Some(handle)))
@@ -397,8 +397,8 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
         true => context.shared("prune")?,
         false => {
             let repository = Repository::open(context.url()?, context.runtime.handle(), &context.stop)?;
-            let wait = Duration::from_secs(arguments.wait);
-            let wanted = Wanted { mode: Mode::Exclusive, command: "prune", wait, is_reader: false };
+            let wanted =
+                Wanted { mode: Mode::Exclusive, command: "prune", wait: arguments.wait, is_reader: false };
             context.lock(repository, wanted)?
         }
     };

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use base::{Endpoint, Quantity};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, age, host_and_port, host_name, http_endpoint, review_cache};
+use serve::program::{LogFormat, host_and_port, host_name, http_endpoint, review_cache};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// The designs of changed block tracking in Kubernetes (KEP-3314) that came before the stream, in front of any CSI driver.
@@ -74,10 +74,10 @@ struct Differential {
     lease: String,
     /// How long the VolumeSnapshots may take to be ready before the DifferentialSnapshot is `failed`, such as 5m. It still
     /// becomes `url-ready` when they are.
-    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = shell::age)]
     ready_timeout: Duration,
     /// How long a page may take.
-    #[arg(long, value_name = "AGE", default_value = "60s", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "60s", value_parser = shell::age)]
     page_timeout: Duration,
     /// Blocks in a page at most, and where a request does not say how many.
     #[arg(long, value_name = "COUNT", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -113,7 +113,7 @@ struct Aggregated {
     #[arg(long, value_name = "COUNT", default_value = "40")]
     client_burst: NonZeroU32,
     /// How long an answer may take.
-    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]
     page_timeout: Duration,
     #[command(flatten)]
     common: Common,
@@ -167,7 +167,7 @@ struct CbtHttp {
     #[arg(long, value_name = "AGE", default_value = "5m", value_parser = data_token_ttl)]
     data_token_ttl: Duration,
     /// How long a page may take.
-    #[arg(long, value_name = "AGE", default_value = "25s", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "25s", value_parser = shell::age)]
     page_timeout: Duration,
     #[command(flatten)]
     common: Common,
@@ -262,7 +262,10 @@ fn snapshot_data(text: &str) -> Result<String, String> {
 
 fn data_token_ttl(text: &str) -> Result<Duration, String> {
     let longest = Duration::from_secs(24 * 60 * 60);
-    age(text).ok().filter(|ttl| *ttl <= longest).ok_or_else(|| "data tokens are good for 1s to 1d".into())
+    shell::age(text)
+        .ok()
+        .filter(|ttl| *ttl <= longest)
+        .ok_or_else(|| "data tokens are good for 1s to 1d".into())
 }
 
 fn main() -> ExitCode {

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use base::Endpoint;
 use clap::Parser;
-use serve::program::{LogFormat, age, host_and_port, host_name, http_endpoint, review_cache};
+use serve::program::{LogFormat, host_and_port, host_name, http_endpoint, review_cache};
 
 /// Thousands of connections come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -98,13 +98,13 @@ struct Arguments {
     #[arg(long, value_name = "NAME", default_value = "deltapath-gateway")]
     lease: String,
     /// How long a CA is valid, such as 3650d. The next one comes after two thirds of it.
-    #[arg(long, value_name = "AGE", default_value = "3650d", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "3650d", value_parser = shell::age)]
     ca_lifetime: Duration,
     /// How long a serving certificate is valid. The next one comes after two thirds of it.
-    #[arg(long, value_name = "AGE", default_value = "90d", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "90d", value_parser = shell::age)]
     certificate_lifetime: Duration,
     /// How long a new CA is published before it signs, and an old one after.
-    #[arg(long, value_name = "AGE", default_value = "1h", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "1h", value_parser = shell::age)]
     ca_overlap: Duration,
 
     /// Maximum number of streams at once.
@@ -114,13 +114,13 @@ struct Arguments {
     #[arg(long, value_name = "COUNT", default_value_t = 256)]
     max_streams_per_client: usize,
     /// How long a client may leave a stream unread before it is ended. There is no limit to the time of a stream that is read.
-    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
     idle_timeout: Duration,
     /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
     #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
     review_cache: Duration,
     /// How long streams may go on after SIGTERM.
-    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]
     drain: Duration,
     /// Format of the log on standard error. RUST_LOG sets the level (default: info).
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]

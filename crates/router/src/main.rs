@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use base::{Endpoint, Key};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, Stop, age, host_and_port, http_endpoint};
+use serve::program::{LogFormat, Stop, host_and_port, http_endpoint};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// Messages come and go, of different sizes: glibc keeps more of their memory.
@@ -113,7 +113,7 @@ struct Serve {
     #[arg(long, value_name = "NAME")]
     driver_name: Option<String>,
     /// How long a node may take to accept a connection, and to say who it is, before it counts as away.
-    #[arg(long, value_name = "AGE", default_value = "5s", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "5s", value_parser = shell::age)]
     node_timeout: Duration,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
     #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
@@ -122,10 +122,10 @@ struct Serve {
     #[arg(long, value_name = "COUNT", default_value_t = 2048)]
     max_streams: usize,
     /// How long a client may leave a stream unread before it is ended.
-    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
     idle_timeout: Duration,
     /// How long calls may go on after SIGTERM.
-    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
+    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]
     drain: Duration,
     /// Format of the log on standard error. RUST_LOG sets the level (default: info).
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]

@@ -56,17 +56,9 @@ pub fn host_and_port(text: &str) -> Result<String, String> {
     }
 }
 
-/// A length of time above zero.
-pub fn age(text: &str) -> Result<Duration, String> {
-    match base::age::parse(text) {
-        Some(age) if !age.is_zero() => Ok(age),
-        _ => Err("a length of time is a number above 0 and a unit (s, m, h, d), such as 5m".into()),
-    }
-}
-
 /// The value of `--review-cache`.
 pub fn review_cache(text: &str) -> Result<Duration, String> {
-    let age = base::age::parse(text).filter(|age| *age <= Duration::from_secs(10));
+    let age = base::age::read(text).filter(|age| *age <= Duration::from_secs(10));
     age.ok_or_else(|| "reviews are believed for 0s to 10s".into())
 }
 

@@ -6,13 +6,19 @@
 //! - What cannot be said on standard error is lost, and nothing else.
 #![forbid(unsafe_code)]
 
+mod pages;
+
 use std::error::Error;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Command, Parser};
 use serde::Serialize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// The commit of a release and its date, from git. A build by hand has none: else each commit would build everything anew.
+const COMMIT: Option<&str> = option_env!("DELTAPATH_COMMIT");
 
 /// Exit code of wrong usage.
 pub const USAGE: u8 = 2;
@@ -47,6 +53,8 @@ macro_rules! say {
 }
 
 /// The command line, of which a wrong one ends the program. A negative number is a value of its flag, not a flag.
+///
+/// `completions` and `man`, which every program has, are done here, and end it too.
 pub fn parse<C: Parser>() -> C {
     fn with_numbers(command: Command) -> Command {
         let command = command.mut_args(|of| match of.get_action().takes_values() && !of.is_positional() {
@@ -55,7 +63,33 @@ pub fn parse<C: Parser>() -> C {
         });
         command.mut_subcommands(with_numbers)
     }
-    C::from_arg_matches(&with_numbers(C::command()).get_matches()).unwrap_or_else(|error| error.exit())
+    let mut program = with_numbers(pages::add(C::command()));
+    if let (Some(version), Some(commit)) = (program.get_version(), COMMIT.filter(|commit| !commit.is_empty()))
+    {
+        let version: &'static str = format!("{version} ({commit})").leak();
+        program = program.version(version);
+    }
+    let given = program.clone().get_matches();
+    match pages::run(&program, &given) {
+        Ok(false) => C::from_arg_matches(&given).unwrap_or_else(|error| error.exit()),
+        Ok(true) => std::process::exit(0),
+        Err(error) => {
+            say!("{}: {}", program.get_name(), base::report(&*error));
+            std::process::exit(1)
+        }
+    }
+}
+
+/// The value of a flag that is a length of time above zero.
+pub fn age(text: &str) -> Result<Duration, String> {
+    let age = base::age::read(text).filter(|age| !age.is_zero());
+    age.ok_or_else(|| "a length of time is a number above 0 and a unit (s, m, h, d), such as 5m".into())
+}
+
+/// The value of a flag that is a length of time, or 0.
+pub fn age_or_none(text: &str) -> Result<Duration, String> {
+    base::age::read(text)
+        .ok_or_else(|| "a length of time is a number and a unit (s, m, h, d), such as 5m; or 0".into())
 }
 
 /// A number of things, such as `1 snapshot` and `2 snapshots`.

@@ -167,7 +167,7 @@ impl Run<'_> {
     }
 
     fn patience(&self) -> Duration {
-        Duration::from_secs(self.arguments.patience)
+        self.arguments.patience
     }
 
     /// Asks the API server until it answers, or the command is stopped.
@@ -354,7 +354,7 @@ impl Run<'_> {
             is_late.then(|| {
                 Err(Error::refused(format!(
                     "VolumeSnapshot {snapshot} is not ready after {} s: {why}",
-                    self.arguments.patience
+                    self.arguments.patience.as_secs_f64()
                 )))
             })
         })
@@ -433,7 +433,8 @@ impl Run<'_> {
                         .unwrap_or("the scheduler says nothing");
                     Some(Err(Error::refused(format!(
                         "pod {} does not start in {} s: {why}",
-                        self.name, self.arguments.patience
+                        self.name,
+                        self.arguments.patience.as_secs_f64()
                     ))))
                 }
                 _ => None,

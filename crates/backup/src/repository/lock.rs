@@ -217,7 +217,7 @@ fn try_file(path: &std::path::Path, mode: Mode) -> Result<Result<Lock, Busy>> {
                 Mode::Shared => "a prune works on the repository: wait until it has ended",
                 Mode::Exclusive => {
                     "other commands use the repository, and prune needs it alone: wait until they have ended, or add \
-                     --wait SECONDS"
+                     --wait AGE"
                 }
             };
             Ok(Err(Busy { why: why.to_owned(), object: None }))
@@ -415,7 +415,7 @@ impl Held {
             if mode == Mode::Exclusive || holder.mode == Mode::Exclusive {
                 let Holder { command, host, pid, .. } = holder;
                 let ends = self.times.life - age;
-                let hint = if mode == Mode::Exclusive { ", or add --wait SECONDS" } else { "" };
+                let hint = if mode == Mode::Exclusive { ", or add --wait AGE" } else { "" };
                 let until = jiff::Timestamp::now() + ends;
                 let why = format!(
                     "cbt-backup {command} (process {pid} on {host}) uses the repository: wait until it has ended{hint}. If \

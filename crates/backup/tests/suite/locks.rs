@@ -140,7 +140,7 @@ fn a_prune_waits_where_it_is_told_to() {
         std::thread::sleep(Duration::from_secs(1));
         impatient.signal(Signal::SIGINT);
         assert_eq!(impatient.ends_within(Duration::from_secs(10)), Some(130));
-        assert!(place.fails(1, &["prune", "--wait", "1"]).contains("--wait SECONDS"));
+        assert!(place.fails(1, &["prune", "--wait", "1"]).contains("--wait AGE"));
         assert!(backup.0.try_wait().expect("wait").is_none(), "the backup was over before");
         let output = waits.output();
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

@@ -79,11 +79,11 @@ pub(super) struct Arguments {
     /// How often each size is measured.
     #[arg(long, value_name = "NUMBER", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
     runs: u64,
-    /// Seconds between a snapshot and a delta that is asked for later.
-    #[arg(long, value_name = "SECONDS", default_value = "3", value_parser = seconds)]
+    /// Time between a snapshot and a delta that is asked for later.
+    #[arg(long, value_name = "AGE", default_value = "3s", value_parser = pause)]
     settle: Duration,
-    /// Seconds of random writes before and after a snapshot; 0: leave them out.
-    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
+    /// Time of random writes before and after a snapshot; 0: leave them out.
+    #[arg(long, value_name = "AGE", default_value = "2s", value_parser = pause)]
     write_time: Duration,
     /// Directory for a plain file to which the same is done, beside the driver. It should be on the filesystem that the driver
     /// stores on. It takes three times --data. Where it has no files of the size of the volume, the driver is measured alone.
@@ -91,9 +91,9 @@ pub(super) struct Arguments {
     bare_dir: Option<PathBuf>,
     #[command(flatten)]
     storage: Storage,
-    /// Seconds that a call may take.
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
-    timeout: u64,
+    /// How long a call may take.
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
+    timeout: Duration,
     /// Results to show side by side, as --json wrote them. With --endpoint, the new one comes after them; without, nothing is
     /// measured.
     #[arg(long, value_name = "FILE", num_args = 1..)]
@@ -133,11 +133,12 @@ fn percent(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| format!("{text:?} must be a number above 0 and at most 100"))
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
-    let number = text.parse::<f64>().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
-    number
-        .map(Duration::from_secs_f64)
-        .ok_or_else(|| format!("{text:?} is not a time: write seconds, up to 3600"))
+fn pause(text: &str) -> Result<Duration, String> {
+    let longest = Duration::from_secs(3600);
+    shell::age_or_none(text).and_then(|age| match age <= longest {
+        true => Ok(age),
+        false => Err("at most an hour".into()),
+    })
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
@@ -194,7 +195,7 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
         settle: arguments.settle,
         write_time: arguments.write_time,
         bare_dir: arguments.bare_dir.clone(),
-        patience: Duration::from_secs(arguments.timeout),
+        patience: arguments.timeout,
     };
     Ok((before, plan))
 }

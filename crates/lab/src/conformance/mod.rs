@@ -136,9 +136,9 @@ pub(super) struct Arguments {
     /// that is skipped.
     #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
     modify_parameter: Vec<(String, String)>,
-    /// Seconds that a case, and each preparation that cases share, may take.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
-    timeout: u64,
+    /// How long a case, and each preparation that cases share, may take.
+    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = shell::age)]
+    timeout: Duration,
     /// How many cases, and preparations that cases share, run at once. Cases that would disturb each other run one after another, and
     /// the order of the report stays the same. A driver that is wrong under parallel calls fails the cases that meet it; 1 runs one case
     /// at a time, which is calmest for the driver and shows which case a failure belongs to.
@@ -330,7 +330,7 @@ async fn connect(endpoint: &Endpoint) -> Result<Client, String> {
 
 impl Arguments {
     fn patience(&self) -> Duration {
-        Duration::from_secs(self.timeout)
+        self.timeout
     }
 
     /// Where Controller and SnapshotMetadata are.

@@ -56,11 +56,11 @@ pub struct Certificates {
     #[arg(long, value_name = "NAME", default_value = "deltapath-plugin")]
     node_account: String,
     /// How long a CA is valid, such as 3650d. The next one comes after two thirds of it.
-    #[arg(long, value_name = "AGE", default_value = "3650d", value_parser = crate::age)]
+    #[arg(long, value_name = "AGE", default_value = "3650d", value_parser = shell::age)]
     ca_lifetime: Duration,
     /// How long a certificate is valid. The next one comes after two thirds of it. A new CA is published for so long before it
     /// signs, and an old one after.
-    #[arg(long, value_name = "AGE", default_value = "90d", value_parser = crate::age)]
+    #[arg(long, value_name = "AGE", default_value = "90d", value_parser = shell::age)]
     certificate_lifetime: Duration,
     /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
     #[arg(long, value_name = "FILE")]

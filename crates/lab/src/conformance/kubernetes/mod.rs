@@ -88,7 +88,7 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<Done, 
     let namespace = arguments.namespace.clone().unwrap_or(default_namespace);
     let found = tokio::select! {
         found = tokio::time::timeout(all.patience(), Found::find(&api, &namespace, given)) => {
-            found.map_err(|_| format!("no VolumeSnapshots were found within {} s", all.timeout))??
+            found.map_err(|_| format!("no VolumeSnapshots were found within {} s", all.timeout.as_secs_f64()))??
         }
         _ = signals.wait_for(|count| *count > 0) => return Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
     };
@@ -98,7 +98,7 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<Done, 
     let mut cluster = Cluster::new(api, namespace, found, expired);
     let prepared = tokio::select! {
         prepared = tokio::time::timeout(all.patience(), cluster.make()) => {
-            prepared.unwrap_or_else(|_| Err(format!("no end within {} s", all.timeout)))
+            prepared.unwrap_or_else(|_| Err(format!("no end within {} s", all.timeout.as_secs_f64())))
         }
         _ = signals.wait_for(|count| *count > 0) => Err("interrupted".into()),
     };
