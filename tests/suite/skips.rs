@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use base::ObjectDir;
 use cbt::{MapFile, MapWriter, SegmentIndex};
 
+use crate::faults::versions::later_map;
 use crate::faults::{live, until};
 use crate::retained::{flip, verify};
 use testkit::content::{Content, blocks_of};
@@ -97,6 +98,10 @@ async fn a_delta_over_a_long_chain_is_exact_whatever_becomes_of_its_skip_maps(po
         flip(&live(&rig, &chain[place].0).skip(*level), 0);
     }
     exact(&mut rig, &chain, 6, "damaged").await;
+    for (place, level) in &skips {
+        later_map(&live(&rig, &chain[place].0).skip(*level));
+    }
+    exact(&mut rig, &chain, 6, "of a later version").await;
     rig.detach_and_finish(&volume).await;
 }
 

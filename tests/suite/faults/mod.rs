@@ -14,7 +14,7 @@ mod programs;
 mod read_only;
 mod strangers;
 mod two_drivers;
-mod versions;
+pub mod versions;
 
 use std::fs::File;
 use std::path::Path;

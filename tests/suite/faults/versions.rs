@@ -35,7 +35,7 @@ fn of_version(path: &Path, version: u32) -> Vec<u8> {
 }
 
 /// Replaces a block map by one of a later version, with a right checksum. Returns the old content.
-fn later_map(path: &Path) -> Vec<u8> {
+pub fn later_map(path: &Path) -> Vec<u8> {
     const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + 4 + 40 + 32;
     const ROW: usize = 48;
     let sound = std::fs::read(path).expect("read");
