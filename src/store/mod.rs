@@ -48,7 +48,7 @@ use files::Context;
 use files::durable;
 
 /// Records that are read at once at a start, if there are more than a few.
-const READERS: usize = 4;
+const READERS: usize = 16;
 const FEW: usize = 100;
 
 /// A result with the [`Error`] of this layer.
