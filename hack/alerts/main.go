@@ -64,12 +64,8 @@ func play(templateFile, casesFile string) error {
 		return fmt.Errorf("%s: %w", templateFile, err)
 	}
 	played := cases{}
-	text, err := os.ReadFile(casesFile)
-	if err == nil {
-		err = yaml.Unmarshal(text, &played)
-	}
-	if err != nil {
-		return fmt.Errorf("%s: %w", casesFile, err)
+	if err := read(casesFile, &played); err != nil {
+		return err
 	}
 	var faults []error
 	for _, rule := range all {
@@ -95,6 +91,18 @@ func play(templateFile, casesFile string) error {
 	return errors.Join(faults...)
 }
 
+// read takes a value out of a YAML or JSON file.
+func read(file string, into any) error {
+	text, err := os.ReadFile(file)
+	if err == nil {
+		err = yaml.Unmarshal(text, into)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", file, err)
+	}
+	return nil
+}
+
 // ask parses what the panels of a dashboard ask for.
 func ask(file string) error {
 	var dashboard struct {
@@ -103,12 +111,8 @@ func ask(file string) error {
 			Targets []struct{ Expr string }
 		}
 	}
-	text, err := os.ReadFile(file)
-	if err == nil {
-		err = yaml.Unmarshal(text, &dashboard)
-	}
-	if err != nil {
-		return fmt.Errorf("%s: %w", file, err)
+	if err := read(file, &dashboard); err != nil {
+		return err
 	}
 	var faults []error
 	for _, panel := range dashboard.Panels {

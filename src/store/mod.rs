@@ -47,8 +47,9 @@ use base::{GroupDir, ObjectDir, PoolDir, SnapshotId, VolumeId};
 use files::Context;
 use files::durable;
 
-/// Records that are read at once at a start, if there are more than a few.
+/// Records that are read at once at a start.
 const READERS: usize = 16;
+/// So many records and fewer are read one after another: threads would take longer.
 const FEW: usize = 100;
 
 /// A result with the [`Error`] of this layer.
@@ -432,10 +433,12 @@ fn each<I: Send, T: Send>(dirs: Vec<I>, look: impl Fn(&I) -> T + Sync) -> Vec<(I
         let seen = look(&dir);
         (dir, seen)
     };
-    match rayon::ThreadPoolBuilder::new().num_threads(READERS).build() {
-        Ok(readers) if dirs.len() > FEW => readers.install(|| dirs.into_par_iter().map(look).collect()),
-        _ => dirs.into_iter().map(look).collect(),
+    if dirs.len() > FEW
+        && let Ok(readers) = rayon::ThreadPoolBuilder::new().num_threads(READERS).build()
+    {
+        return readers.install(|| dirs.into_par_iter().map(look).collect());
     }
+    dirs.into_iter().map(look).collect()
 }
 
 fn encode(record: &impl Serialize) -> Vec<u8> {

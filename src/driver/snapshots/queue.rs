@@ -4,7 +4,7 @@
 //! Volumes take turns, one step each, so that no volume waits for another's first snapshot. Work on a snapshot has three
 //! parts. The blocks that may have changed come first, those of a volume's newest snapshot before the others, because the
 //! next delta needs them. The rest comes in the order in which the snapshots were taken, because each takes hashes over
-//! from the one before. Skip maps come last, also those of the oldest snapshot first. A rest without anything to hash comes before all: it reads no data, and frees the bytes of
+//! from the one before. Skip maps come last, those of the oldest snapshot first. A rest without anything to hash comes before all: it reads no data, and frees the bytes of
 //! deleted snapshots.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -91,8 +91,12 @@ impl Router {
             )));
         }
         if chosen != node.key && found.is_empty() {
+            let place = match self.nodes.place(chosen) {
+                Place::Here(other) => other.name.clone(),
+                Place::Away(_) | Place::Forgotten => chosen.to_string(),
+            };
             return Err(Status::aborted(format!(
-                "another call may still make {name:?} on node {chosen}: try again, or use another name"
+                "another call may still make {name:?} on node {place}: try again, or use another name"
             )));
         }
         work.ask(node).await

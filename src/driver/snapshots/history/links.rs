@@ -70,8 +70,9 @@ impl Histories {
             let before = self.shared.store.read(|index| index.known(id))?;
             (before.sequence >= base.sequence).then_some(before)
         };
-        let is_short = |level: &u32| span(at.sequence, *level) > span(base.sequence, *level);
-        for level in ObjectDir::SKIPS.rev().filter(is_short) {
+        // Within one span of a level, its link leads past the base.
+        let may_lead_there = |level: &u32| span(at.sequence, *level) > span(base.sequence, *level);
+        for level in ObjectDir::SKIPS.rev().filter(may_lead_there) {
             // One that is missing, damaged or of a later version is not needed.
             if let Ok(Some(map)) = MapFile::open_sound(&dir.skip(level))
                 && let Some(before) = before(&map)

@@ -20,7 +20,7 @@ use base::{DraftFile, ObjectDir, SnapshotId, Stop};
 use cbt::MapFile;
 use files::{change, durable};
 
-/// Spans of one level in a span of the next. Tests make skip maps of two snapshots.
+/// How many spans of a level a span of the next has. The driver of the tests makes skip maps over 2 snapshots, not 8.
 const FAN: u64 = if cfg!(feature = "failpoints") { 2 } else { 8 };
 
 /// The snapshots of a volume by sequence number.
@@ -208,7 +208,7 @@ mod tests {
         }
     }
 
-    /// Whatever is removed, skips that lead to a snapshot are those that it is found to be led to by.
+    /// Whatever is removed, both directions agree.
     #[test]
     fn what_skips_to_a_snapshot_is_what_has_it_as_its_base() {
         for seed in 0..300 {
