@@ -64,7 +64,7 @@ awk -v mode="${1:-}" '
     /^ *([-*]|[0-9]+\.) / { flush(); sub(/^ *([-*]|[0-9]+\.) /, "") }
     { paragraph = paragraph " " $0 }
     END { finish() }
-' README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md docs/*.md deploy/*.md crates/*/README.md >"$measured"
+' README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md docs/*.md deploy/*.md crates/*/README.md crates/*/*/README.md >"$measured"
 
 if [ "${1:-}" = --write ]; then
     awk '$2 > 16 || $3 > 35 || $4 > 0' "$measured" >"$list"

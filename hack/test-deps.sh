@@ -85,7 +85,7 @@ hack/kube-programs.sh etcd kube-apiserver >/dev/null
 hack/s3-server.sh >/dev/null
 
 # gRPC for Python, which an example of cbt-lab's mock is written in.
-requirements=crates/lab/examples/python/requirements.txt
+requirements=crates/kit/lab/examples/python/requirements.txt
 state=$(hash_of "$requirements")
 if ! fresh python "$state"; then
     if command -v python3 >/dev/null; then

@@ -225,7 +225,7 @@ fn every_test_and_fuzz_target_that_security_md_names_exists() {
             let source = std::fs::read_to_string(home.join(suite).join(format!("{file}.rs")));
             source.is_ok_and(|source| source.contains(&format!("fn {test}(")))
         };
-        let found = ["tests/suite", "crates/gateway/tests/suite", "crates/router/tests/suite"]
+        let found = ["tests/suite", "crates/kit/gateway/tests/suite", "crates/kit/router/tests/suite"]
             .into_iter()
             .any(has_test);
         assert!(found, "SECURITY.md names {name}, which is no test");

@@ -1,0 +1,349 @@
+//! The same in a bucket of a real S3 server, which checks signatures and knows conditional writes (versitygw). It keeps objects
+//! as files, so a test sees what is in the bucket.
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+
+use crate::driver::{Driver, Fault as DriverFault};
+use crate::proxy::{Fault, Proxy};
+use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+
+const SIZE: u64 = 200 * MIB;
+const KEY: &str = "backup";
+const SECRET: &str = "a secret of the tests";
+
+/// The server's program, which is built the first time.
+fn program() -> PathBuf {
+    testkit::needs("an S3 server");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../hack/s3-server.sh");
+    let output = Command::new(script).stderr(Stdio::inherit()).output().expect("s3-server.sh");
+    assert!(output.status.success(), "needs an S3 server: run hack/s3-server.sh");
+    text(&output.stdout).trim().into()
+}
+
+/// A server with a bucket, and a place whose repository is in it.
+pub struct Bucket {
+    pub server: Running,
+    pub place: Place,
+    pub port: u16,
+}
+
+impl Bucket {
+    pub fn start() -> Self {
+        let program = program();
+        let mut place = Place::new();
+        let bucket = place.path("s3/bucket");
+        std::fs::create_dir_all(&bucket).expect("mkdir");
+        // Taken by another in between, the server ends, and the test says so.
+        let port =
+            TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a port").port();
+        let mut command = Command::new(program);
+        command.args(["--port", &format!("127.0.0.1:{port}"), "--quiet", "posix"]).arg(place.path("s3"));
+        command.env("ROOT_ACCESS_KEY_ID", KEY).env("ROOT_SECRET_ACCESS_KEY", SECRET);
+        let mut server = Running::start(command);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(
+                Instant::now() < deadline && server.0.try_wait().expect("wait").is_none(),
+                "no S3 server"
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        place.url = Some("s3://bucket/some/prefix".into());
+        place.objects_in = bucket.join("some/prefix");
+        place.environment = [
+            ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
+            ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
+            ("AWS_REGION", "us-east-1".to_owned()),
+            ("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")),
+            ("AWS_ALLOW_HTTP", "true".to_owned()),
+        ]
+        .into();
+        Bucket { server, place, port }
+    }
+
+    /// The server is reached by another port.
+    pub fn endpoint(&mut self, port: u16) {
+        self.place.environment.retain(|(name, _)| *name != "AWS_ENDPOINT");
+        self.place.environment.push(("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")));
+    }
+
+    pub fn locks(&self) -> Vec<PathBuf> {
+        let Ok(locks) = self.place.repository().join("locks").read_dir() else { return Vec::new() };
+        locks.map(|entry| entry.expect("entry").path()).collect()
+    }
+}
+
+#[test]
+fn a_bucket_holds_full_and_incremental_backups() {
+    let bucket = Bucket::start();
+    let place = &bucket.place;
+    let driver = Driver::start(&place.path("csi.sock"));
+    let file = place.open_image(SIZE);
+    let mut image = Image::default();
+    // More than a pack, which is 16 MiB.
+    image.write(&file, 100, 6000, 1).expect("write");
+    image.write(&file, 128 * MIB / BLOCK - 50, 100, 2).expect("write");
+    let (device, endpoint) = (place.image(), driver.endpoint());
+    let back_up = |handle: &str| {
+        place.ok(&[
+            "auto",
+            "--volume",
+            "v",
+            "--device",
+            arg(&device),
+            "--endpoint",
+            &endpoint,
+            "--snapshot",
+            handle,
+        ])
+    };
+    driver.snapshot("one", &image, SIZE);
+    let full = back_up("one");
+    let before = image.clone();
+    image.write(&file, 3000, 5, 3).expect("write");
+    image.punch(&file, 128 * MIB / BLOCK, 20).expect("punch");
+    driver.snapshot("two", &image, SIZE);
+    driver.script([DriverFault::Cut(0)]);
+    let incremental = back_up("two");
+    assert_eq!((full["kind"].as_str(), incremental["kind"].as_str()), (Some("full"), Some("incremental")));
+    assert!(incremental["added"].as_u64().is_some_and(|bytes| bytes < MIB), "{incremental}");
+    place.restores(&id(&full), &before, SIZE);
+    let to = place.path("restored");
+    place.ok(&["restore", &id(&incremental), "--to", arg(&to), "--onto-base", &id(&full)]);
+    image.compare(&to, SIZE, &base::Stop::default()).expect("equal");
+    let verified = place.ok(&["verify"]);
+    assert_eq!(
+        (verified["damage"].as_array().map(Vec::len), verified["unused"].as_u64()),
+        (Some(0), Some(0))
+    );
+
+    let pruned = place.ok(&["prune", "--keep-last", "1", "--max-unused", "0"]);
+    assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
+    assert_eq!(place.list(), [id(&incremental)]);
+    place.restores(&id(&incremental), &image, SIZE);
+    assert_eq!(place.ok(&["verify"])["unused"].as_u64(), Some(0));
+    assert!(bucket.locks().is_empty(), "a lock is left");
+}
+
+#[test]
+fn a_flipped_bit_in_a_bucket_is_found() {
+    let bucket = Bucket::start();
+    let place = &bucket.place;
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 100, 50, 1).expect("write");
+    let backup = place.full();
+    let packs: Vec<PathBuf> =
+        place.objects().into_iter().filter(|path| path.to_string_lossy().contains("/packs/")).collect();
+    assert_eq!(packs.len(), 2, "data, and maps: {packs:?}");
+    for pack in packs {
+        let mut bytes = std::fs::read(&pack).expect("read");
+        for at in [0, bytes.len() / 2, bytes.len() - 1] {
+            bytes[at] ^= 4;
+            std::fs::write(&pack, &bytes).expect("write");
+            assert!(place.fails(1, &["verify"]).contains("differs"), "byte {at} of {}", pack.display());
+            let to = place.path("restored");
+            place.fails(1, &["restore", &backup, "--to", arg(&to)]);
+            assert!(!to.exists(), "byte {at} of {}", pack.display());
+            bytes[at] ^= 4;
+            std::fs::write(&pack, &bytes).expect("write");
+        }
+    }
+    place.ok(&["verify"]);
+    place.restores(&backup, &image, SIZE);
+}
+
+/// A lock as a backup leaves it that was killed on another machine.
+fn of_another_machine(lock: &std::path::Path) {
+    let mut holder: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(lock).expect("read")).expect("JSON");
+    holder["place"] = "another boot".into();
+    std::fs::write(lock, holder.to_string()).expect("write");
+}
+
+#[test]
+fn a_killed_backup_keeps_its_lock_no_longer_than_it_must() {
+    let bucket = Bucket::start();
+    let place = &bucket.place;
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 100, 5000, 1).expect("write");
+    let device = place.image();
+    let slow = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "64Ki"];
+    let kill = || {
+        let mut running = Running::start(place.command(&slow));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while bucket.locks().is_empty() {
+            assert!(Instant::now() < deadline, "no lock");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(place.fails(1, &["prune"]).contains("cbt-backup backup (process"));
+        running.signal(Signal::SIGKILL);
+        running.0.wait().expect("wait");
+        let locks = bucket.locks();
+        assert_eq!(locks.len(), 1, "that of the prune is gone: {locks:?}");
+        locks[0].clone()
+    };
+    // On this machine it is known at once that the process is gone.
+    kill();
+    place.ok(&["prune"]);
+    assert!(bucket.locks().is_empty(), "a lock is left");
+
+    let lock = kill();
+    of_another_machine(&lock);
+    let said = place.fails(1, &["prune"]);
+    assert!(said.contains("its lock ends at") && said.contains("UTC"), "{said}");
+    // Others that only add may go on beside it.
+    let backup = place.full();
+    let long_ago = SystemTime::now() - Duration::from_secs(11 * 60);
+    File::options()
+        .write(true)
+        .open(&lock)
+        .and_then(|lock| lock.set_modified(long_ago))
+        .expect("set the time");
+    place.ok(&["prune", "--max-unused", "0"]);
+    assert!(bucket.locks().is_empty(), "a lock is left");
+    place.restores(&backup, &image, SIZE);
+}
+
+#[test]
+fn a_bucket_that_is_missing_is_no_place_for_a_first_backup() {
+    let mut bucket = Bucket::start();
+    bucket.place.url = Some("s3://bucket/nothing/here".into());
+    assert!(bucket.place.fails(1, &["list"]).contains("the first backup makes one"));
+    bucket.place.url = Some("s3://nobody-made-this".into());
+    for arguments in [&["list"][..], &["verify"], &["prune"]] {
+        let said = bucket.place.fails(1, arguments);
+        assert!(said.contains("NoSuchBucket") && !said.contains("first backup"), "{said}");
+    }
+}
+
+/// Over a line on which each answer takes 90 ms, one after another they take a minute and a half.
+#[test]
+fn a_thousand_backups_are_read_many_at_once() {
+    let mut bucket = Bucket::start();
+    bucket.place.open_image(MIB);
+    bucket.place.full();
+    let backups = bucket.place.repository().join("backups");
+    let made = bucket.place.list();
+    // As many more of the same, each under its own id.
+    let sound = std::fs::read(backups.join(&made[0])).expect("read");
+    let at = sound.windows(made[0].len()).position(|part| part == made[0].as_bytes()).expect("its id");
+    for number in 1..1000 {
+        let id = format!("20300101T000000.{number:03}Z-abcdef");
+        let mut index = sound[..sound.len() - 32].to_vec();
+        index[at..at + id.len()].copy_from_slice(id.as_bytes());
+        let hash = blake3::hash(&index);
+        index.extend(hash.as_bytes());
+        std::fs::write(backups.join(id), index).expect("write");
+    }
+    let proxy = Proxy::start(bucket.port);
+    proxy.delay(Duration::from_millis(90));
+    bucket.endpoint(proxy.port);
+    let began = Instant::now();
+    let listed = bucket.place.list();
+    println!("{} backups in {:?}", listed.len(), began.elapsed());
+    assert_eq!(listed.len(), 1000);
+    assert!(listed.is_sorted());
+    let (all, at_once) = proxy.seen();
+    assert!(all < 1020 && at_once > 100, "{all} requests, {at_once} at once");
+}
+
+/// A server that does not answer.
+#[test]
+fn a_signal_ends_a_wait_for_what_is_written() {
+    let mut bucket = Bucket::start();
+    let mut image = Image::default();
+    image.write(&bucket.place.open_image(SIZE), 100, 10000, 1).expect("write");
+    let proxy = Proxy::start(bucket.port);
+    bucket.endpoint(proxy.port);
+    let device = bucket.place.image();
+    proxy.next("PUT", "/packs/", Fault::Hold);
+    let mut running =
+        Running::start(bucket.place.command(&["full", "--volume", "v", "--device", arg(&device)]));
+    proxy.wait_held();
+    running.signal(Signal::SIGTERM);
+    // The 30 seconds of a pod; a request alone has ten minutes.
+    let code = running.ends_within(Duration::from_secs(30));
+    proxy.open();
+    assert_eq!(code, Some(130), "{}", text(&running.output().stderr));
+    bucket.place.full();
+    bucket.place.restores("latest", &image, SIZE);
+}
+
+/// That of a cloud answers to anybody on its machine.
+#[test]
+fn no_metadata_address_is_asked_but_where_it_is_allowed() {
+    let address = TcpListener::bind("127.0.0.1:0").expect("bind");
+    address.set_nonblocking(true).expect("set");
+    let url = format!("http://{}", address.local_addr().expect("an address"));
+    let place = Place { url: Some("s3://bucket/prefix".into()), ..Place::new() };
+    let token = place.path("token");
+    std::fs::write(&token, "a token").expect("write");
+    let pod = [
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", url.as_str()),
+        ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", arg(&token)),
+    ];
+    let cases: [(&[(&str, &str)], bool); 7] = [
+        (&[], false),
+        (&[("AWS_EC2_METADATA_DISABLED", "true")], false),
+        (&[("AWS_EC2_METADATA_DISABLED", "")], false),
+        (&[("AWS_SKIP_SIGNATURE", "false")], false),
+        (&[("AWS_ACCESS_KEY_ID", "")], false),
+        (&[("AWS_EC2_METADATA_DISABLED", "false")], true),
+        (&pod, true),
+    ];
+    for (variables, is_asked) in cases {
+        let mut command = place.command(&["list"]);
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("AWS_")) {
+            command.env_remove(name);
+        }
+        command.env("AWS_METADATA_ENDPOINT", &url).envs(variables.iter().copied());
+        let mut running = Running::start(command);
+        let code = match is_asked {
+            true => {
+                let deadline = Instant::now() + Duration::from_secs(20);
+                // It is not closed: an end would be an answer.
+                let _asked = loop {
+                    if let Ok(asked) = address.accept() {
+                        break asked;
+                    }
+                    assert!(Instant::now() < deadline, "{variables:?}: nobody is asked");
+                    std::thread::sleep(Duration::from_millis(5));
+                };
+                running.signal(Signal::SIGINT);
+                running.ends_within(Duration::from_secs(20))
+            }
+            false => running.ends_within(Duration::from_secs(20)),
+        };
+        let _ = running.0.kill();
+        let said = text(&running.output().stderr);
+        assert_eq!(code, Some(if is_asked { 130 } else { 1 }), "{variables:?}: {said}");
+        assert!(is_asked || said.contains("no credentials"), "{variables:?}: {said}");
+        assert!(is_asked || address.accept().is_err(), "{variables:?}: the address is asked");
+        while address.accept().is_ok() {}
+    }
+}
+
+#[test]
+fn a_server_that_refuses_or_is_gone_is_reported() {
+    let mut bucket = Bucket::start();
+    Image::default().write(&bucket.place.open_image(SIZE), 0, 1, 1).expect("write");
+    let device = bucket.place.image();
+    let full = ["full", "--volume", "v", "--device", arg(&device)];
+    let say = |place: &Place, key: &str, value: &str| {
+        let output = place.command(&full).env(key, value).output().expect("run");
+        assert_eq!(output.status.code(), Some(1), "{key}={value}");
+        text(&output.stderr)
+    };
+    let said = say(&bucket.place, "AWS_SECRET_ACCESS_KEY", "another");
+    assert!(said.contains("SignatureDoesNotMatch"), "{said}");
+    bucket.place.url = Some("s3://nobody-made-this".into());
+    let said = say(&bucket.place, "AWS_REGION", "us-east-1");
+    assert!(said.contains("NoSuchBucket"), "{said}");
+}
