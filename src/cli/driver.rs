@@ -52,7 +52,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "NAME", default_value = "deltapath.csi.dev", value_parser = driver_name)]
     driver_name: String,
     /// Storage of volumes and snapshots. Chosen when the data directory is created, and kept.
-    #[arg(long, value_enum, default_value_t = PoolFlag::Auto)]
+    #[arg(long, value_name = "POOL", default_value = "auto", value_parser = PoolFlag::parser())]
     pool: PoolFlag,
     /// Size of a pool image, such as 100Gi. The image is sparse. Default: nine tenths of the free space in the
     /// filesystem of the data directory.

@@ -10,6 +10,7 @@ use std::error::Error;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, Subcommand, ValueEnum};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -17,8 +18,8 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt, registry};
 
-use crate::pool::PoolRequest;
-use base::{PoolKind, Quantity, Stop};
+use crate::pool::{KINDS, Kind, PoolRequest};
+use base::{Quantity, Stop};
 
 /// A CSI driver with exact changed block tracking (KEP-3314).
 ///
@@ -56,28 +57,21 @@ enum Output {
     Json,
 }
 
-/// `--pool`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum PoolFlag {
-    /// The data directory's filesystem if it is btrfs or clones files, else an image, else `dir`.
-    Auto,
-    /// The data directory's filesystem if it is btrfs, else a btrfs image in it. Snapshots take constant time.
-    Btrfs,
-    /// The data directory's filesystem if it clones files, else an xfs image in it.
-    Xfs,
-    /// Plain files; snapshots are sparse copies.
-    Dir,
-}
+/// `--pool`: a kind, or `auto`.
+#[derive(Clone, Copy, Debug)]
+struct PoolFlag(Option<&'static Kind>);
 
 impl PoolFlag {
+    fn parser() -> impl TypedValueParser<Value = Self> {
+        let auto = PossibleValue::new("auto").help(
+            "The data directory's filesystem if it is btrfs or clones files, else an image, else `dir`",
+        );
+        let kinds = KINDS.iter().map(|kind| PossibleValue::new(kind.name).help(kind.help));
+        PossibleValuesParser::new(std::iter::once(auto).chain(kinds)).map(|name| PoolFlag(Kind::named(&name)))
+    }
+
     fn request(self, size: Option<Quantity>) -> PoolRequest {
-        let kind = match self {
-            PoolFlag::Auto => None,
-            PoolFlag::Btrfs => Some(PoolKind::Btrfs),
-            PoolFlag::Xfs => Some(PoolKind::Xfs),
-            PoolFlag::Dir => Some(PoolKind::Dir),
-        };
-        PoolRequest { kind, size }
+        PoolRequest { kind: self.0, size }
     }
 }
 

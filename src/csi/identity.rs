@@ -22,7 +22,7 @@ impl Identity for IdentityService {
                 name: driver.config().driver_name.clone(),
                 vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
                 manifest: [
-                    ("pool".to_owned(), driver.pool().kind().to_string()),
+                    ("pool".to_owned(), driver.pool_kind().name.to_owned()),
                     // Needed to make its certificate for the router.
                     ("key".to_owned(), driver.key().to_string()),
                 ]

@@ -9,6 +9,8 @@ mod error;
 mod health;
 #[cfg(all(test, feature = "interleavings"))]
 mod interleavings;
+#[cfg(test)]
+mod lives;
 mod locks;
 mod metadata;
 mod node;

@@ -18,7 +18,7 @@ use crate::driver::volumes::capacity::Capacity;
 use crate::driver::volumes::incoming::TransferFigures;
 use crate::driver::volumes::make::Volumes;
 use crate::driver::volumes::placement::Placement;
-use crate::pool::Pool;
+use crate::pool::Kind;
 use crate::sys;
 
 /// The driver of one data directory. It consists of parts, and each part holds the others that it needs.
@@ -120,9 +120,9 @@ impl Driver {
         })
     }
 
-    /// How the pool copies.
-    pub fn pool(&self) -> Pool {
-        self.shared.pool()
+    /// The kind of its pool.
+    pub fn pool_kind(&self) -> &'static Kind {
+        self.shared.pool().kind()
     }
 
     /// The key and value that say which node holds the volumes.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::driver::config::Config;
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::{Key, OpGuard, OpLocks};
-use crate::pool::{OpenPool, Pool};
+use crate::pool::{Backend, OpenPool};
 use crate::store::{Attached, LockedDir, SnapshotRecord, Store, VolumeRecord};
 use base::VolumeId;
 use files::{Context, change};
@@ -44,9 +44,9 @@ impl Deref for LockedVolume {
 }
 
 impl Shared {
-    /// How the pool copies.
-    pub(super) fn pool(&self) -> Pool {
-        self.open_pool.pool()
+    /// What the pool's bytes are stored with.
+    pub(super) fn pool(&self) -> &dyn Backend {
+        self.open_pool.backend()
     }
 
     /// The key and value that say which node holds the volumes.

@@ -27,7 +27,7 @@ use crate::driver::volumes::capacity::{Capacity, Reserved};
 use crate::driver::volumes::incoming::TransferTable;
 use crate::driver::volumes::make::Volumes;
 use crate::driver::volumes::placement::{Choices, Placement};
-use crate::pool::{Known, OpenPool, PoolRequest};
+use crate::pool::{Kind, Known, OpenPool, PoolRequest};
 use crate::store::{LockedDir, Manifest, Store};
 use base::DataDir;
 use cbt::FreshTable;
@@ -105,7 +105,7 @@ impl Driver {
         tracing::info!(
             data_dir = %shared.config.data_dir.display(),
             key = %shared.key,
-            pool = %shared.open_pool.pool().kind(),
+            pool = shared.pool().kind().name,
             place = shared.open_pool.describe(),
             volumes = shared.store.read(|index| index.volume_count()),
             snapshots = shared.store.read(|index| index.snapshot_count()),
@@ -191,7 +191,7 @@ fn open_store(
             version: Manifest::VERSION,
             driver_name: config.driver_name.clone(),
             key,
-            pool: open_pool.pool().kind(),
+            pool: open_pool.known().kind.name.to_owned(),
             in_image: open_pool.known().in_image,
         })?;
     }
@@ -224,9 +224,15 @@ fn take_reserve(store: &Store, open_pool: &OpenPool) {
 
 /// The pool that a data directory was made with. Fails if the flags ask for another.
 pub(super) fn known_pool(locked: &LockedDir, manifest: &Manifest, request: PoolRequest) -> Result<Known> {
-    let Manifest { pool: kind, in_image, .. } = *manifest;
-    match request.kind.is_none_or(|asked| asked == kind) {
-        true => Ok(Known { kind, in_image }),
-        false => Err(locked.mismatch("--pool", kind.name(), request.name()).into()),
+    let Manifest { pool: name, in_image, .. } = manifest;
+    let Some(kind) = Kind::named(name) else {
+        return Err(Error::Precondition(format!(
+            "{} was made with --pool {name}, which this version does not have: use the version that made it",
+            locked.dir().path().display()
+        )));
+    };
+    match request.kind.is_none_or(|asked| asked.name == kind.name) {
+        true => Ok(Known { kind, in_image: *in_image }),
+        false => Err(locked.mismatch("--pool", kind.name, request.name()).into()),
     }
 }

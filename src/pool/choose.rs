@@ -3,19 +3,19 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::format::Format;
-use super::{Error, Pool, Result, probe};
-use crate::sys::{btrfs, loopdev, program, space};
-use base::{DataDir, DraftFile, PoolDir, PoolKind, Quantity};
+use super::kind::{ImageFormat, KINDS, Kind, Otherwise};
+use super::{Error, Result};
+use crate::sys::{loopdev, program, space};
+use base::{DataDir, DraftFile, PoolDir, Quantity};
 use files::durable;
 use files::{Context, change};
 
 /// What the flags say about the pool.
 #[derive(Clone, Copy, Debug)]
 pub struct PoolRequest {
-    /// `--pool`; `None` for `auto`: the data directory's own filesystem where it is btrfs or clones files, else an image,
+    /// `--pool`; `None` for `auto`: the data directory's own filesystem where it fits a kind that has images, else an image,
     /// else plain files.
-    pub kind: Option<PoolKind>,
+    pub kind: Option<&'static Kind>,
     /// `--pool-size`, for a pool made in an image.
     pub size: Option<Quantity>,
 }
@@ -23,7 +23,7 @@ pub struct PoolRequest {
 impl PoolRequest {
     /// The value of `--pool`.
     pub fn name(self) -> &'static str {
-        self.kind.map_or("auto", PoolKind::name)
+        self.kind.map_or("auto", |kind| kind.name)
     }
 }
 
@@ -35,74 +35,55 @@ const MIN_IMAGE: u64 = 300 << 20;
 
 /// Where a new data directory keeps its bytes.
 pub(super) enum Chosen {
-    InPlace(Pool),
+    InPlace(&'static Kind),
     /// And what to try where the kernel refuses the first.
-    Image(Format, Option<Format>),
+    Image(&'static ImageFormat, Option<&'static ImageFormat>),
 }
 
 /// Decides where a new data directory keeps its bytes.
 pub(super) fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
-    let on_btrfs = || btrfs::is_btrfs(dir.path());
-    let formats: &[Format] = match request.kind {
-        Some(PoolKind::Dir) => return copies(data_dir, dir, request),
-        None | Some(PoolKind::Btrfs) if on_btrfs()? => {
-            return Ok(Chosen::InPlace(in_place(PoolKind::Btrfs, dir)?));
-        }
-        None | Some(PoolKind::Xfs) if probe::tells_sharing(dir.path())? => {
-            return Ok(Chosen::InPlace(Pool::Xfs));
-        }
-        None => &Format::AUTO,
-        Some(PoolKind::Btrfs) => &[Format::Btrfs],
-        Some(PoolKind::Xfs) => &[Format::Xfs],
+    let asked = || {
+        let is_asked = move |kind: &&Kind| request.kind.is_none_or(|asked| asked.name == kind.name);
+        KINDS.iter().copied().filter(is_asked)
     };
+    for kind in asked().filter(|kind| kind.image().is_some()) {
+        if (kind.fits)(dir.path())? {
+            return Ok(Chosen::InPlace(kind));
+        }
+    }
     let mut possible = Vec::new();
-    for format in formats {
-        match check_image_possible(*format, request, data_dir) {
-            Ok(()) => possible.push(*format),
+    for format in asked().filter_map(Kind::image) {
+        match check_image_possible(format, request, data_dir) {
+            Ok(()) => possible.push(format),
             Err(error) if request.kind.is_none() => {
-                tracing::warn!(reason = %error, "no {} image", format.name());
+                tracing::warn!(reason = %error, "no {} image", format.filesystem);
             }
             Err(error) => return Err(error),
         }
     }
     let mut possible = possible.into_iter();
-    match possible.next() {
-        Some(first) => Ok(Chosen::Image(first, possible.next())),
-        None => {
-            tracing::warn!("snapshots will be full copies");
-            copies(data_dir, dir, request)
+    if let Some(first) = possible.next() {
+        return Ok(Chosen::Image(first, possible.next()));
+    }
+    if request.kind.is_none() {
+        tracing::warn!("snapshots will be full copies");
+    }
+    let mut reason = "no kind of pool fits it";
+    for kind in asked() {
+        let Otherwise::Refuse(why) = kind.otherwise else { continue };
+        if (kind.fits)(dir.path())? {
+            return Ok(Chosen::InPlace(kind));
         }
+        reason = why;
     }
+    Err(Error::Unavailable { choice: request.name(), dir: data_dir.path().to_owned(), reason: reason.into() })
 }
 
-/// A pool of plain files, where they can be sparse and say so.
-fn copies(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
-    if probe::tells_holes(dir.path())? {
-        return Ok(Chosen::InPlace(Pool::Dir));
-    }
-    Err(Error::Unavailable {
-        choice: request.name(),
-        dir: data_dir.path().to_owned(),
-        reason: "its filesystem does not report holes (SEEK_HOLE): choose a --data-dir on ext4, xfs, btrfs or tmpfs"
-            .into(),
-    })
-}
-
-/// A pool in the data directory's own filesystem.
-pub(super) fn in_place(kind: PoolKind, dir: &PoolDir) -> Result<Pool> {
-    Ok(match kind {
-        // Its devices are not ours, and may be exchanged at any time.
-        PoolKind::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(dir.path())?, flushes: false },
-        PoolKind::Xfs => Pool::Xfs,
-        PoolKind::Dir => Pool::Dir,
-    })
-}
-
-fn check_image_possible(format: Format, request: PoolRequest, data_dir: &DataDir) -> Result<()> {
+fn check_image_possible(format: &ImageFormat, request: PoolRequest, data_dir: &DataDir) -> Result<()> {
     let unavailable = |reason: String| {
         Err(Error::Unavailable { choice: request.name(), dir: data_dir.path().to_owned(), reason })
     };
-    let ((mkfs, package), name) = (format.mkfs(), format.name());
+    let ImageFormat { filesystem, mkfs, package, .. } = format;
     if !program::exists(mkfs) {
         return unavailable(format!(
             "its filesystem cannot be used as it is and {mkfs} is missing: install {package}, or use --pool dir"
@@ -110,8 +91,8 @@ fn check_image_possible(format: Format, request: PoolRequest, data_dir: &DataDir
     }
     let supported =
         fs::read_to_string("/proc/filesystems").context("read", Path::new("/proc/filesystems"))?;
-    if !supported.lines().any(|line| line.trim() == name) {
-        return unavailable(format!("this kernel has no {name}: load the module, or use --pool dir"));
+    if !supported.lines().any(|line| line.trim() == *filesystem) {
+        return unavailable(format!("this kernel has no {filesystem}: load the module, or use --pool dir"));
     }
     if let Err(error) = loopdev::require() {
         return unavailable(format!("{error}: load the loop module, or use --pool dir"));
@@ -124,7 +105,7 @@ fn check_image_possible(format: Format, request: PoolRequest, data_dir: &DataDir
 /// 1. Make and format it under another name and sync it: a crash leaves a file that the next start replaces.
 /// 2. Mark it as untried: a crash leaves a mark of nothing.
 /// 3. Rename it into place: it is there whole or not at all.
-pub(super) fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: Format) -> Result<()> {
+pub(super) fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: &ImageFormat) -> Result<()> {
     let free = space(data_dir.path())?.available;
     let size = match size {
         Some(Quantity(bytes)) => bytes,

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 
-use super::{Error, OpenPool, Pool, Result};
+use super::{Error, OpenPool, Result};
 use crate::sys::loopdev::has_direct_io;
 use crate::sys::{blockdev, mount};
 use files::Context;
@@ -32,13 +32,8 @@ impl OpenPool {
 
     /// What to know of a pool whose writes cannot pass every page cache by, if so.
     pub fn cached(&self) -> Result<Option<&'static str>> {
-        // On btrfs the bytes of objects have an attribute for it that other files lack.
-        if !matches!(self.pool, Pool::Btrfs { .. }) {
-            let path = self.dir.path();
-            let scratch = tempfile::tempfile_in(path).context("make a scratch file in", path)?;
-            if !has_direct_io(&scratch, path)? {
-                return Ok(Some("the pool's filesystem has no direct I/O: writes are slower"));
-            }
+        if !self.backend.has_direct_io(self.dir.path())? {
+            return Ok(Some("the pool's filesystem has no direct I/O: writes are slower"));
         }
         let Some(image) = &self.image else { return Ok(None) };
         let file = File::open(&image.path).context("open", &image.path)?;

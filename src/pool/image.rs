@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::format::Format;
+use super::kind::ImageFormat;
 use super::space::{LEAST_HOST, ROOM_FOR_RESERVE};
 use super::{Error, Result};
 use crate::sys::loopdev::{Access, LoopDevice};
@@ -21,7 +21,7 @@ pub(super) struct Image {
     pub path: PathBuf,
     pub device: LoopDevice,
     pub mount_point: PathBuf,
-    pub format: Format,
+    pub format: &'static ImageFormat,
     /// On the disk below.
     pub reserve: Reserve,
     /// No other process may attach the image while this lives.
@@ -43,20 +43,21 @@ impl Image {
         }
     }
 
-    /// Makes the image and its filesystem, a btrfs, larger. After a crash in between the filesystem has its old size.
+    /// Makes the image and its filesystem larger. After a crash in between the filesystem has its old size.
     pub(super) fn grow(&self, bytes: u64) -> Result<()> {
         let file = File::options().write(true).open(&self.path).context("open", &self.path)?;
         let length = file.metadata().context("stat", &self.path)?.len() + bytes;
         change::set_len(&file, &self.path, length)?;
         change::sync(&file, &self.path)?;
         self.device.grow_to_file()?;
-        program::run("btrfs", &["filesystem", "resize", "max"], &self.mount_point, |code| code == 0)?;
+        let (grow, arguments) = self.format.grow;
+        program::run(grow, arguments, &self.mount_point, |code| code == 0)?;
         Ok(())
     }
 
     /// Attaches and mounts the image, or finds that a former process left it so. The disk below may be full: then a mount finds no
     /// space for what it has to write, so the reserve there is given back first.
-    pub(super) fn open(data_dir: &DataDir, mount_point: &Path, format: Format) -> Result<Self> {
+    pub(super) fn open(data_dir: &DataDir, mount_point: &Path, format: &'static ImageFormat) -> Result<Self> {
         let (image, reserve) = (&data_dir.pool_image(), Reserve::below_image(data_dir.reserve()));
         let Some(lock) = FileLock::try_lock(image, LOCK_PATIENCE)? else {
             return Err(Error::ImageInUse(image.to_owned()));
@@ -72,8 +73,8 @@ impl Image {
         let is_mounted =
             || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
         let mount = || {
-            let (name, options) = (format.name(), format.mount_options());
-            mount::mount(&device.path(), mount_point, name, Flags::MS_NOATIME, options)
+            let ImageFormat { filesystem, mount_options, .. } = format;
+            mount::mount(&device.path(), mount_point, filesystem, Flags::MS_NOATIME, mount_options)
         };
         let mounted = match is_mounted()? {
             true if takes_writes(mount_point) => Ok(()),
@@ -94,6 +95,15 @@ impl Image {
             );
         }
         Ok(opened)
+    }
+
+    /// Unmounts and detaches it. `Ok(false)` if files on it are in use: then it stays as it is.
+    pub(super) fn close(self) -> Result<bool> {
+        match mount::unmount(&self.mount_point) {
+            Ok(()) => Ok(self.device.detach()?),
+            Err(error) if error.errno() == Some(libc::EBUSY) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 

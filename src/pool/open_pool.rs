@@ -2,19 +2,19 @@
 
 use std::fs;
 
-use super::choose::{Chosen, PoolRequest, choose, in_place, make_image};
-use super::format::Format;
+use super::backend::Backend;
+use super::choose::{Chosen, PoolRequest, choose, make_image};
 use super::image::Image;
-use super::{Error, Pool, Result};
-use crate::sys::mount;
-use base::{DataDir, PoolDir, PoolKind};
+use super::kind::Kind;
+use super::{Error, Result};
+use base::{DataDir, PoolDir};
 use files::durable;
 
 /// What a data directory was made with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct Known {
     /// The kind of its pool.
-    pub kind: PoolKind,
+    pub kind: &'static Kind,
     /// Whether it is in an image, or in the data directory's own filesystem.
     pub in_image: bool,
 }
@@ -22,7 +22,7 @@ pub struct Known {
 /// A pool that is ready for use, and what it takes to leave it.
 #[derive(Debug)]
 pub struct OpenPool {
-    pub(super) pool: Pool,
+    pub(super) backend: Box<dyn Backend>,
     pub(super) dir: PoolDir,
     pub(super) image: Option<Image>,
 }
@@ -40,18 +40,16 @@ impl OpenPool {
             durable::make_dir(dir.path())?;
             durable::sync_dir(data_dir.path())?;
         }
+        let in_place = |kind: &Kind, dir: PoolDir| {
+            Ok(OpenPool { backend: (kind.open)(dir.path(), None)?, dir, image: None })
+        };
         let in_image = |dir: PoolDir| {
-            let format = Format::of_image(&image)?;
+            let (kind, format) = Kind::of_image(&image)?;
             let image = Image::open(data_dir, dir.path(), format)?;
-            let pool = format.pool(dir.path(), &image.device);
-            let mut open_pool = OpenPool { pool: Pool::Dir, image: Some(image), dir };
-            match pool {
-                Ok(pool) => {
-                    open_pool.pool = pool;
-                    Ok(open_pool)
-                }
+            match (kind.open)(dir.path(), Some(&image.device)) {
+                Ok(backend) => Ok(OpenPool { backend, image: Some(image), dir }),
                 Err(error) => {
-                    open_pool.close()?;
+                    image.close()?;
                     Err(error)
                 }
             }
@@ -69,14 +67,14 @@ impl OpenPool {
             Some(Known { in_image: true, .. }) if !is_made => return Err(Error::ImageMissing(image)),
             Some(Known { in_image: true, .. }) => return in_image(dir),
             Some(Known { kind, in_image: false }) => {
-                return Ok(OpenPool { pool: in_place(kind, &dir)?, dir, image: None });
+                return in_place(kind, dir);
             }
             None => {}
         }
         if is_made {
             // A start was cut short after making it. One of an unknown format is never replaced.
-            let made = Format::of_image(&image)?.kind();
-            if request.kind.is_some_and(|kind| kind != made) {
+            let (made, _) = Kind::of_image(&image)?;
+            if request.kind.is_some_and(|kind| kind.name != made.name) {
                 return Err(Error::ImageUnwanted { image, choice: request.name() });
             }
             // It may be mounted: what the directory is on says nothing then.
@@ -87,7 +85,7 @@ impl OpenPool {
             }
         }
         let (first, second) = match choose(data_dir, &dir, request)? {
-            Chosen::InPlace(pool) => return Ok(OpenPool { pool, dir, image: None }),
+            Chosen::InPlace(kind) => return in_place(kind, dir),
             Chosen::Image(first, second) => (first, second),
         };
         if !is_made {
@@ -96,7 +94,7 @@ impl OpenPool {
         match (in_image(dir.clone()), second) {
             // mkfs may know more than the kernel, which then refuses what it made.
             (Err(error), Some(second)) => {
-                let (first, second_name) = (first.name(), second.name());
+                let (first, second_name) = (first.filesystem, second.filesystem);
                 tracing::warn!(%error, "no {first} image, trying {second_name}");
                 durable::remove(&image)?;
                 make_image(data_dir, request.size, second)?;
@@ -108,12 +106,12 @@ impl OpenPool {
 
     /// What to remember of this pool for the next start.
     pub fn known(&self) -> Known {
-        Known { kind: self.pool.kind(), in_image: self.image.is_some() }
+        Known { kind: self.backend.kind(), in_image: self.image.is_some() }
     }
 
-    /// How this pool copies.
-    pub fn pool(&self) -> Pool {
-        self.pool
+    /// What its bytes are stored with.
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.backend
     }
 
     /// Where objects live.
@@ -124,7 +122,7 @@ impl OpenPool {
     /// Where the bytes are, for messages: `in place`, or the image's loop device.
     pub fn describe(&self) -> String {
         match &self.image {
-            Some(image) => format!("{} image on {}", image.format.name(), image.device.path().display()),
+            Some(image) => format!("{} image on {}", image.format.filesystem, image.device.path().display()),
             None => "in place".to_owned(),
         }
     }
@@ -132,11 +130,6 @@ impl OpenPool {
     /// Unmounts and detaches an image. `Ok(false)` when volumes are still in use: then it stays,
     /// and the next start finds it.
     pub fn close(self) -> Result<bool> {
-        let Some(image) = self.image else { return Ok(true) };
-        match mount::unmount(&image.mount_point) {
-            Ok(()) => Ok(image.device.detach()?),
-            Err(error) if error.errno() == Some(libc::EBUSY) => Ok(false),
-            Err(error) => Err(error.into()),
-        }
+        self.image.map_or(Ok(true), Image::close)
     }
 }

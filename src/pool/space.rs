@@ -1,7 +1,6 @@
 //! The space that is left, in the pool and on the disk under its image.
 
-use super::{OpenPool, Pool, Result};
-use crate::sys::reserve::is_metadata_too_small;
+use super::{OpenPool, Result};
 use crate::sys::{Space, space};
 use base::Quantity;
 
@@ -42,10 +41,12 @@ impl OpenPool {
     }
 
     /// Gives a pool that has no room for the reserve of its deletions (`sys/reserve.rs`) more room, and returns whether it
-    /// did. Only a btrfs image of a version before there was one, and only once: then its metadata has a second chunk.
+    /// did.
     pub fn make_room_for_reserve(&self) -> Result<bool> {
-        let (Some(image), Pool::Btrfs { .. }) = (&self.image, self.pool) else { return Ok(false) };
-        if !is_metadata_too_small(self.dir.path())? || image.host()?.available < GROWTH + LEAST_HOST {
+        let Some(image) = &self.image else { return Ok(false) };
+        if !self.backend.deletes_only_when_grown(self.dir.path())?
+            || image.host()?.available < GROWTH + LEAST_HOST
+        {
             return Ok(false);
         }
         tracing::warn!(path = %image.path.display(), by = GROWTH, "the pool is full and nothing could be deleted, so its image is made larger");

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
-use base::{DataDir, Key, PoolKind};
+use base::{DataDir, Key};
 use files::change;
 use files::durable::{self, FileLock};
 
@@ -19,8 +19,8 @@ pub struct Manifest {
     pub driver_name: String,
     /// Part of the id of every object that is made here. It never changes, whatever the node is called.
     pub key: Key,
-    /// The kind of the pool.
-    pub pool: PoolKind,
+    /// The kind of the pool, a word of `--pool`.
+    pub pool: String,
     /// Whether the pool is in `pool.img`.
     pub in_image: bool,
 }

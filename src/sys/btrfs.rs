@@ -8,7 +8,7 @@ use std::mem::offset_of;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use linux_raw_sys::btrfs::{
     BTRFS_BLOCK_GROUP_DATA, BTRFS_BLOCK_GROUP_METADATA, BTRFS_EXTENT_DATA_KEY,
@@ -152,43 +152,28 @@ pub fn destroy_subvolume(path: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// An open subvolume.
-#[derive(Debug)]
-pub struct Subvolume {
-    dir: File,
-    path: PathBuf,
+/// Makes `target` a copy of the subvolume `source` that shares all blocks. Dirty pages are written first; writers see one
+/// moment, the commit that the call waits for, so the copy is durable when it returns.
+pub fn snapshot(source: &File, source_path: &Path, target: &Path) -> Result<()> {
+    let (dir, name) = parent(target)?;
+    let arguments = VolumeArguments::new(i64::from(source.as_raw_fd()), name, VolumeArguments::NAME_V2);
+    step("make a snapshot of", source_path, || name_call(&dir, BTRFS_IOC_SNAP_CREATE_V2, arguments))
 }
 
-impl Subvolume {
-    /// Opens the subvolume at `path`.
-    pub fn open(path: &Path) -> Result<Self> {
-        Ok(Subvolume { dir: File::open(path).context("open", path)?, path: path.to_owned() })
+/// The transaction that made the subvolume at `path` (`otransid`): all that is written into it afterwards, or into the one
+/// that it was copied from, carries a later one. Unlike `generation` it never changes.
+pub fn birth(path: &Path) -> Result<u64> {
+    /// The argument as the kernel writes it: bytes, of which one number matters.
+    #[repr(C, align(8))]
+    struct Info([u8; size_of::<btrfs_ioctl_get_subvol_info_args>()]);
+    let dir = File::open(path).context("open", path)?;
+    let mut info = Box::new(Info([0; _]));
+    // SAFETY: GET_SUBVOL_INFO writes its argument, which is as long as `Info` and lives through the call.
+    match unsafe { libc::ioctl(dir.as_raw_fd(), BTRFS_IOC_GET_SUBVOL_INFO.into(), &mut *info) } {
+        0.. => number(&info.0, offset_of!(btrfs_ioctl_get_subvol_info_args, otransid)),
+        _ => Err(io::Error::last_os_error()),
     }
-
-    /// Makes `target` a copy that shares all blocks. Dirty pages are written first; writers see one
-    /// moment, the commit that the call waits for, so the copy is durable when it returns.
-    pub fn snapshot(&self, target: &Path) -> Result<()> {
-        let (dir, name) = parent(target)?;
-        let source = i64::from(self.dir.as_raw_fd());
-        let arguments = VolumeArguments::new(source, name, VolumeArguments::NAME_V2);
-        step("make a snapshot of", &self.path, || name_call(&dir, BTRFS_IOC_SNAP_CREATE_V2, arguments))
-    }
-
-    /// The transaction that made this subvolume (`otransid`): all that is written into it afterwards,
-    /// or into the one that it was copied from, carries a later one. Unlike `generation` it never
-    /// changes.
-    pub fn birth(&self) -> Result<u64> {
-        /// The argument as the kernel writes it: bytes, of which one number matters.
-        #[repr(C, align(8))]
-        struct Info([u8; size_of::<btrfs_ioctl_get_subvol_info_args>()]);
-        let mut info = Box::new(Info([0; _]));
-        // SAFETY: GET_SUBVOL_INFO writes its argument, which is as long as `Info` and lives through the call.
-        match unsafe { libc::ioctl(self.dir.as_raw_fd(), BTRFS_IOC_GET_SUBVOL_INFO.into(), &mut *info) } {
-            0.. => number(&info.0, offset_of!(btrfs_ioctl_get_subvol_info_args, otransid)),
-            _ => Err(io::Error::last_os_error()),
-        }
-        .context("ask for the birth of", &self.path)
-    }
+    .context("ask for the birth of", path)
 }
 
 /// `struct btrfs_ioctl_search_args_v2` with room for a batch of answers.

@@ -121,9 +121,14 @@ async fn a_data_dir_is_started_as_it_was_made() {
     }
     let manifest = rig.data_dir().join("deltapath.json");
     let text = std::fs::read_to_string(&manifest).expect("manifest");
-    std::fs::write(&manifest, text.replace("\"version\": 3", "\"version\": 7")).expect("write");
-    let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Dir));
-    assert!(said.contains("version 7") && said.contains("upgrade"), "{said}");
+    for (from, to, parts) in [
+        ("\"version\": 3", "\"version\": 7", ["version 7", "upgrade"]),
+        ("\"pool\": \"dir\"", "\"pool\": \"zfs\"", ["--pool zfs", "this version does not have"]),
+    ] {
+        std::fs::write(&manifest, text.replace(from, to)).expect("write");
+        let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Dir));
+        assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+    }
 }
 
 /// Seen in other drivers: with a truncated state file the driver never starts again. Here a damaged record is reported, its

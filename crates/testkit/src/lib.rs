@@ -18,6 +18,7 @@ pub mod order;
 pub mod orders;
 pub mod places;
 pub mod plugin;
+mod pool;
 pub mod reference;
 mod rig;
 pub mod running;
@@ -46,7 +47,7 @@ pub const MIB: i64 = 1 << 20;
 pub const GIB: i64 = 1 << 30;
 pub const BLOCK: u64 = 4096;
 
-pub use base::PoolKind;
+pub use pool::PoolKind;
 pub use rig::{LETTING_GO, Rig, STARTED_BY, driver_command, try_command};
 
 /// Every pool there is.

@@ -35,7 +35,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "SIZE", default_value = "1Gi", value_parser = demo_size)]
     size: Quantity,
     /// Pool to run on.
-    #[arg(long, value_enum, default_value_t = PoolFlag::Auto)]
+    #[arg(long, value_name = "POOL", default_value = "auto", value_parser = PoolFlag::parser())]
     pool: PoolFlag,
     /// Directory to work in; everything made there is removed again.
     #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]

@@ -8,9 +8,8 @@ use crate::driver::shared::Shared;
 use crate::driver::snapshots::history::hold::{Histories, header};
 use crate::driver::snapshots::history::parent::Parent;
 use crate::driver::snapshots::quiesce::{Copier, HashingSink, LiveCopy};
-use crate::pool::Changes;
+use crate::pool::{Changes, Extents};
 use crate::store::{SnapshotRecord, VolumeRecord};
-use crate::sys::extents::Extents;
 use base::{BlockSize, ObjectDir, Stop};
 use cbt::{
     self, Candidates, HashFile, HashReader, MapFile, MapHeader, MapWriter, NewMaps, PhysicalDiff, Relation,

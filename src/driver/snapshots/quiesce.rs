@@ -192,7 +192,7 @@ impl Copier {
         let LiveCopy { source, target, block_size, sink: hashing, written, .. } = copy;
         let Some(hashing) = hashing else {
             return Ok(match written {
-                true => self.shared.pool().copy_live(source, target, *block_size, None, stop)?,
+                true => self.shared.pool().copy_live(source, target, *block_size, stop)?,
                 false => self.shared.pool().copy(source, target, *block_size, None, stop)?,
             });
         };
@@ -223,7 +223,7 @@ impl Copier {
         for record in volumes {
             let direct = record.tuning.direct_io != Some(false);
             let dir = self.shared.store.dir().volume(&record.id);
-            if let Err(error) = self.shared.pool().restore_after_copy(&dir, direct) {
+            if let Err(error) = self.shared.pool().end_cut_copy(&dir, direct) {
                 let error = base::report(&Error::from(error));
                 tracing::warn!(volume_id = %record.id, error, "writes of this volume may be slow until the next start");
             }

@@ -12,7 +12,7 @@ use cbt::{HashFile, MapFile};
 /// All its files are open, since it may be deleted while the new one is made.
 pub(in crate::driver) struct Parent {
     pub id: SnapshotId,
-    /// The moment since which writes count as changes of the new snapshot (see [`crate::pool::Pool`]).
+    /// The moment since which writes count as changes of the new snapshot (see [`crate::pool::Backend`]).
     pub since: Option<u64>,
     /// `None` if it was deleted and its bytes were freed.
     pub bytes: Option<Bytes>,

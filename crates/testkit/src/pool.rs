@@ -1,13 +1,9 @@
-//! The kinds of pool.
+//! The kinds of pool that tests run on.
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
-
-/// How a pool stores and copies the blocks of volumes, which decides what snapshots cost. The same word in flags, logs,
-/// metrics and `deltapath.json`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+/// A value of `--pool`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolKind {
     /// btrfs, a subvolume for the bytes of each object: a copy takes constant time.
     Btrfs,

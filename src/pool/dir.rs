@@ -1,16 +1,66 @@
-//! Sparse copies, for filesystems that share nothing.
+//! Plain files, on any filesystem that tells where they have holes: a copy costs the data, holes are kept, and only hashes
+//! show what changed.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::{Result, Sink};
+use super::backend::{Backend, Bytes, Changes, Sink};
+use super::kind::{Kind, Otherwise};
+use super::{Result, probe};
 use crate::sys::clone;
 use base::{BlockSize, ByteRange, Stop};
-use files::Context;
-use files::DataRanges;
-use files::{change, step};
+use files::{Context, DataRanges, change, step};
+
+pub(super) static KIND: Kind = Kind {
+    name: "dir",
+    help: "Plain files; snapshots are sparse copies",
+    fits: probe::tells_holes,
+    otherwise: Otherwise::Refuse(
+        "its filesystem does not report holes (SEEK_HOLE): choose a --data-dir on ext4, xfs, btrfs or tmpfs",
+    ),
+    open: |_, _| Ok(Box::new(Dir)),
+};
+
+#[derive(Debug)]
+struct Dir;
+
+impl Backend for Dir {
+    fn kind(&self) -> &'static Kind {
+        &KIND
+    }
+
+    fn fill(
+        &self,
+        source: &File,
+        target: &File,
+        target_path: &Path,
+        size: BlockSize,
+        sink: Option<Sink<'_>>,
+        stop: &Stop,
+    ) -> Result<()> {
+        sparse(source, target, target_path, size, sink, stop)
+    }
+
+    fn changes<'f>(
+        &self,
+        _: Option<u64>,
+        _: Option<&'f Bytes>,
+        _: &'f File,
+        _: &'f Path,
+    ) -> Result<Changes<'f>> {
+        Ok(Changes::Unknown)
+    }
+
+    fn compares_bytes(&self) -> bool {
+        false
+    }
+
+    fn copies_atomically(&self) -> bool {
+        false
+    }
+}
 
 /// Bytes copied at once; a larger block is copied whole.
 const STEP: u64 = 4 << 20;
