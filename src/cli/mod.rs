@@ -18,7 +18,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt, registry};
 
-use crate::pool::{KINDS, Kind, PoolRequest};
+use crate::pool::{self, KINDS, Kind, PoolRequest};
 use base::{Quantity, Stop};
 
 /// A CSI driver with exact changed block tracking (KEP-3314).
@@ -67,7 +67,7 @@ impl PoolFlag {
             "The data directory's filesystem if it is btrfs or clones files, else an image, else `dir`",
         );
         let kinds = KINDS.iter().map(|kind| PossibleValue::new(kind.name).help(kind.help));
-        PossibleValuesParser::new(std::iter::once(auto).chain(kinds)).map(|name| PoolFlag(Kind::named(&name)))
+        PossibleValuesParser::new(std::iter::once(auto).chain(kinds)).map(|name| PoolFlag(pool::named(&name)))
     }
 
     fn request(self, size: Option<Quantity>) -> PoolRequest {

@@ -13,7 +13,7 @@ use super::{
     AccessMode, AccessType, Capability, CapacityRange, Config, CreateVolume, Driver, HashingThread,
     MetadataRequest, MetadataStream, Retention, SnapshotParameters, SourceRef, Turn, VolumeParameters,
 };
-use crate::pool::{Kind, PoolRequest};
+use crate::pool::{self, Kind, PoolRequest};
 use crate::store::{Tuning, TupleStyle};
 use base::{Quantity, Stop};
 
@@ -70,7 +70,7 @@ struct Life {
 impl Life {
     fn new(kind: &str) -> Self {
         let dir = tempfile::Builder::new().prefix("deltapath-life-").tempdir().expect("temp dir");
-        let kind = Kind::named(kind).expect("a kind");
+        let kind = pool::named(kind).expect("a kind");
         let mut life = Life {
             dir,
             kind,

@@ -122,7 +122,7 @@ impl Driver {
 
     /// The kind of its pool.
     pub fn pool_kind(&self) -> &'static Kind {
-        self.shared.pool().kind()
+        self.shared.open_pool.known().kind
     }
 
     /// The key and value that say which node holds the volumes.

@@ -27,7 +27,7 @@ use crate::driver::volumes::capacity::{Capacity, Reserved};
 use crate::driver::volumes::incoming::TransferTable;
 use crate::driver::volumes::make::Volumes;
 use crate::driver::volumes::placement::{Choices, Placement};
-use crate::pool::{Kind, Known, OpenPool, PoolRequest};
+use crate::pool::{self, Known, OpenPool, PoolRequest};
 use crate::store::{LockedDir, Manifest, Store};
 use base::DataDir;
 use cbt::FreshTable;
@@ -105,7 +105,7 @@ impl Driver {
         tracing::info!(
             data_dir = %shared.config.data_dir.display(),
             key = %shared.key,
-            pool = shared.pool().kind().name,
+            pool = shared.open_pool.known().kind.name,
             place = shared.open_pool.describe(),
             volumes = shared.store.read(|index| index.volume_count()),
             snapshots = shared.store.read(|index| index.snapshot_count()),
@@ -225,7 +225,7 @@ fn take_reserve(store: &Store, open_pool: &OpenPool) {
 /// The pool that a data directory was made with. Fails if the flags ask for another.
 pub(super) fn known_pool(locked: &LockedDir, manifest: &Manifest, request: PoolRequest) -> Result<Known> {
     let Manifest { pool: name, in_image, .. } = manifest;
-    let Some(kind) = Kind::named(name) else {
+    let Some(kind) = pool::named(name) else {
         return Err(Error::Precondition(format!(
             "{} was made with --pool {name}, which this version does not have: use the version that made it",
             locked.dir().path().display()

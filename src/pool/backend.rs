@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use super::{Kind, Result};
+use super::Result;
 use crate::sys::loopdev::has_direct_io;
 use crate::sys::tree;
 use base::{BlockSize, Extent, ObjectDir, Stop, Stopped, Written};
@@ -56,9 +56,6 @@ pub type Extents<'f> = Box<dyn Iterator<Item = files::Result<Extent>> + 'f>;
 ///
 /// `laws.rs` tests what every backend promises.
 pub trait Backend: fmt::Debug + Send + Sync {
-    /// Its row of the table of kinds.
-    fn kind(&self) -> &'static Kind;
-
     /// Fills `target`, an empty file, with the bytes of `source`, holes kept, and gives it the same length. Without a sync.
     ///
     /// A backend that reads every byte hands them to `sink`, ascending and rounded out to whole blocks of `size`. One that

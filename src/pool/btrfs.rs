@@ -62,10 +62,6 @@ struct Btrfs {
 }
 
 impl Backend for Btrfs {
-    fn kind(&self) -> &'static Kind {
-        &KIND
-    }
-
     fn fill(
         &self,
         source: &File,

@@ -3,7 +3,8 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::kind::{ImageFormat, KINDS, Kind, Otherwise};
+use super::kind::{ImageFormat, Kind, Otherwise};
+use super::kinds::KINDS;
 use super::{Error, Result};
 use crate::sys::{loopdev, program, space};
 use base::{DataDir, DraftFile, PoolDir, Quantity};

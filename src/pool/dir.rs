@@ -27,10 +27,6 @@ pub(super) static KIND: Kind = Kind {
 struct Dir;
 
 impl Backend for Dir {
-    fn kind(&self) -> &'static Kind {
-        &KIND
-    }
-
     fn fill(
         &self,
         source: &File,

@@ -25,10 +25,6 @@ pub(super) static KIND: Kind = Kind {
 struct Example;
 
 impl Backend for Example {
-    fn kind(&self) -> &'static Kind {
-        &KIND
-    }
-
     fn fill(
         &self,
         source: &File,

@@ -1,24 +1,11 @@
-//! The kinds of pools: how one is found on a filesystem, made in an image, and opened. A new kind is a file beside this one
-//! and a row of [`KINDS`].
+//! What a kind of pool says of itself: how it is found on a filesystem, made in an image, and opened.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use super::Result;
 use super::backend::Backend;
-use super::{Error, Result, btrfs, dir, xfs};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::program;
-use files::Context;
-
-/// Every kind, in the order in which `--pool auto` tries them.
-pub static KINDS: &[&Kind] = &[
-    &btrfs::KIND,
-    &xfs::KIND,
-    &dir::KIND,
-    #[cfg(test)]
-    &super::example::KIND,
-];
 
 /// A kind of pool.
 #[derive(Debug)]
@@ -31,9 +18,11 @@ pub struct Kind {
     pub(super) fits: fn(&Path) -> Result<bool>,
     /// What happens if it cannot.
     pub(super) otherwise: Otherwise,
-    /// Opens one in a directory: the filesystem of an image on this device, or the directory's own.
-    pub(super) open: fn(&Path, Option<&LoopDevice>) -> Result<Box<dyn Backend>>,
+    pub(super) open: Open,
 }
+
+/// Opens the pool in a directory; the device is that of its image.
+type Open = fn(&Path, Option<&LoopDevice>) -> Result<Box<dyn Backend>>;
 
 /// What happens where the filesystem of a data directory does not fit a kind.
 #[derive(Debug)]
@@ -62,28 +51,11 @@ pub(super) struct ImageFormat {
 }
 
 impl Kind {
-    /// The kind of this name.
-    pub fn named(name: &str) -> Option<&'static Kind> {
-        KINDS.iter().copied().find(|kind| kind.name == name)
-    }
-
     pub(super) fn image(&self) -> Option<&ImageFormat> {
         match &self.otherwise {
             Otherwise::Image(format) => Some(format),
             Otherwise::Refuse(_) => None,
         }
-    }
-
-    /// The kind that an image was made for, by the magic number of its superblock.
-    pub(super) fn of_image(image: &Path) -> Result<(&'static Kind, &'static ImageFormat)> {
-        let file = File::open(image).context("open", image)?;
-        let is_on_it = |format: &ImageFormat| {
-            let (offset, magic) = format.magic;
-            let mut bytes = vec![0; magic.len()];
-            file.read_exact_at(&mut bytes, offset).is_ok() && bytes == magic
-        };
-        let mut formats = KINDS.iter().filter_map(|kind| Some((*kind, kind.image()?)));
-        formats.find(|(_, format)| is_on_it(format)).ok_or_else(|| Error::ImageUnknown(image.to_owned()))
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use tempfile::TempDir;
 
-use super::{Bytes, Changes, Kind, OpenPool, PoolRequest};
+use super::{Bytes, Changes, OpenPool, PoolRequest};
 use base::{BlockSize, DataDir, ObjectDir, Place, Quantity, Stop};
 
 const BLOCK: u64 = 4096;
@@ -22,7 +22,7 @@ impl World {
     fn new(kind: &str) -> Self {
         let dir = tempfile::Builder::new().prefix("deltapath-laws-").tempdir().expect("temp dir");
         let path = dir.path().canonicalize().expect("its path");
-        let request = PoolRequest { kind: Kind::named(kind), size: Some(Quantity(512 << 20)) };
+        let request = PoolRequest { kind: super::named(kind), size: Some(Quantity(512 << 20)) };
         let pool = OpenPool::open(&DataDir::new(&path), request, None).expect("a pool");
         assert_eq!(pool.known().kind.name, kind);
         World { pool: Some(pool), _dir: dir }

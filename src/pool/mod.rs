@@ -20,6 +20,7 @@ mod example;
 mod health;
 mod image;
 mod kind;
+mod kinds;
 #[cfg(test)]
 mod laws;
 mod open_pool;
@@ -30,7 +31,8 @@ mod xfs;
 pub use backend::{Backend, Bytes, Changes, Extents, Sink};
 pub use choose::PoolRequest;
 pub use error::Error;
-pub use kind::{KINDS, Kind};
+pub use kind::Kind;
+pub use kinds::{KINDS, named};
 pub use open_pool::{Known, OpenPool};
 
 /// A result with the [`Error`] of this layer.

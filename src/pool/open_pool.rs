@@ -6,6 +6,7 @@ use super::backend::Backend;
 use super::choose::{Chosen, PoolRequest, choose, make_image};
 use super::image::Image;
 use super::kind::Kind;
+use super::kinds;
 use super::{Error, Result};
 use base::{DataDir, PoolDir};
 use files::durable;
@@ -22,6 +23,7 @@ pub struct Known {
 /// A pool that is ready for use, and what it takes to leave it.
 #[derive(Debug)]
 pub struct OpenPool {
+    kind: &'static Kind,
     pub(super) backend: Box<dyn Backend>,
     pub(super) dir: PoolDir,
     pub(super) image: Option<Image>,
@@ -40,14 +42,14 @@ impl OpenPool {
             durable::make_dir(dir.path())?;
             durable::sync_dir(data_dir.path())?;
         }
-        let in_place = |kind: &Kind, dir: PoolDir| {
-            Ok(OpenPool { backend: (kind.open)(dir.path(), None)?, dir, image: None })
+        let in_place = |kind: &'static Kind, dir: PoolDir| {
+            Ok(OpenPool { kind, backend: (kind.open)(dir.path(), None)?, dir, image: None })
         };
         let in_image = |dir: PoolDir| {
-            let (kind, format) = Kind::of_image(&image)?;
+            let (kind, format) = kinds::of_image(&image)?;
             let image = Image::open(data_dir, dir.path(), format)?;
             match (kind.open)(dir.path(), Some(&image.device)) {
-                Ok(backend) => Ok(OpenPool { backend, image: Some(image), dir }),
+                Ok(backend) => Ok(OpenPool { kind, backend, image: Some(image), dir }),
                 Err(error) => {
                     image.close()?;
                     Err(error)
@@ -73,7 +75,7 @@ impl OpenPool {
         }
         if is_made {
             // A start was cut short after making it. One of an unknown format is never replaced.
-            let (made, _) = Kind::of_image(&image)?;
+            let (made, _) = kinds::of_image(&image)?;
             if request.kind.is_some_and(|kind| kind.name != made.name) {
                 return Err(Error::ImageUnwanted { image, choice: request.name() });
             }
@@ -106,7 +108,7 @@ impl OpenPool {
 
     /// What to remember of this pool for the next start.
     pub fn known(&self) -> Known {
-        Known { kind: self.backend.kind(), in_image: self.image.is_some() }
+        Known { kind: self.kind, in_image: self.image.is_some() }
     }
 
     /// What its bytes are stored with.

@@ -35,10 +35,6 @@ pub(super) static KIND: Kind = Kind {
 struct Xfs;
 
 impl Backend for Xfs {
-    fn kind(&self) -> &'static Kind {
-        &KIND
-    }
-
     fn fill(
         &self,
         source: &File,
