@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, from_snapshot, new_volume};
 use deltapath::sys::blockdev;
-use deltapath::sys::btrfs::{Subvolume, WrittenSince};
+use deltapath::sys::btrfs::{self, WrittenSince};
 use deltapath::sys::extents::Extents;
 use deltapath::sys::tree;
 
@@ -114,9 +114,10 @@ fn bare_snapshot(rig: &Rig, volume: &str, device: &Path, since: Option<u64>) -> 
     std::fs::create_dir_all(scratch.path()).expect("mkdir");
     let started = Instant::now();
     blockdev::flush(device).expect("flush");
-    let source = Subvolume::open(&host::volume_dir(rig, volume).bytes()).expect("open");
-    source.snapshot(&scratch.bytes()).expect("snapshot");
-    let birth = Subvolume::open(&scratch.bytes()).and_then(|made| made.birth()).expect("birth");
+    let source = host::volume_dir(rig, volume).bytes();
+    let from = File::open(&source).expect("open");
+    btrfs::snapshot(&from, &source, &scratch.bytes()).expect("snapshot");
+    let birth = btrfs::birth(&scratch.bytes()).expect("birth");
     if let Some(since) = since {
         let path = scratch.data();
         let file = File::open(&path).expect("open");

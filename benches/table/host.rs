@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use base::ObjectDir;
 use cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
 use csi_client::Client;
-use deltapath::sys::btrfs::Subvolume;
+use deltapath::sys::btrfs;
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{blockdev, clone, tree};
 use fastrand::Rng;
@@ -89,7 +89,8 @@ pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&
         blockdev::flush(device).expect("flush");
     }
     if pool == PoolKind::Btrfs {
-        Subvolume::open(&source.bytes()).and_then(|from| from.snapshot(&scratch.bytes())).expect("snapshot");
+        let from = File::open(source.bytes()).expect("open");
+        btrfs::snapshot(&from, &source.bytes(), &scratch.bytes()).expect("snapshot");
     } else {
         let from = File::open(source.data()).expect("open");
         let to = scratch.path().join("copy");
