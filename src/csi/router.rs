@@ -26,7 +26,7 @@ use super::snapshot_metadata::SnapshotMetadataService;
 use super::transfer::{MAX_MESSAGE, Puller, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};
 use crate::metric;
-use base::Key;
+use base::DataDirKey;
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
     ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
@@ -60,7 +60,7 @@ pub enum RouterError {
 pub struct RouterListener {
     listener: TcpListener,
     tls: Arc<Mutual>,
-    process: Key,
+    process: DataDirKey,
 }
 
 impl RouterListener {
@@ -78,7 +78,7 @@ impl RouterListener {
             Err(error) => return Err(RouterError::Certificate(error)),
         }
         let listener = serve::places::bind(address).map_err(|error| RouterError::Listen(address, error))?;
-        let process = Key::random().map_err(|error| RouterError::Listen(address, error))?;
+        let process = DataDirKey::random().map_err(|error| RouterError::Listen(address, error))?;
         Ok(RouterListener { listener, tls, process })
     }
 
@@ -181,7 +181,7 @@ struct NodeService {
     driver: Arc<Driver>,
     tls: Arc<Mutual>,
     /// As in `DescribeResponse`.
-    process: Key,
+    process: DataDirKey,
 }
 
 #[async_trait]
@@ -222,7 +222,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         unary(&self.driver, rpc_span!("Choose", name = request.name), move |driver| {
             let key = |field, text: &String| {
-                text.parse::<Key>().map_err(|_| Error::Invalid {
+                text.parse::<DataDirKey>().map_err(|_| Error::Invalid {
                     field,
                     value: format!("{text:?}"),
                     want: "8 hexadecimal digits in lower case".into(),
@@ -255,7 +255,7 @@ impl Node for NodeService {
         let (tls, driver) = (self.tls.clone(), self.driver.clone());
         let runtime = tokio::runtime::Handle::current();
         unary(&self.driver, rpc_span!("CreateFrom", volume_name = create.name), move |_| {
-            let key: Key = request.key.parse().map_err(|_: base::KeyError| Error::Invalid {
+            let key: DataDirKey = request.key.parse().map_err(|_: base::KeyError| Error::Invalid {
                 field: "key",
                 value: format!("{:?}", request.key),
                 want: "8 hexadecimal digits in lower case".into(),

@@ -24,8 +24,8 @@ use super::decode::{encode_style, wire_bytes};
 use super::rpc::{Rpc, log, rpc_span};
 use super::status::status;
 use crate::driver::{
-    Driver, Message, MetadataRequest, MetadataStream, Result as DriverResult, STREAMS_WORKING, Share,
-    Streams, Turn,
+    Driver, Message, MetadataRequest, MetadataStream, Progress, Result as DriverResult, STREAMS_WORKING,
+    Share, Streams,
 };
 use crate::metric;
 use crate::sys::memory;
@@ -208,9 +208,9 @@ fn next_message(workers: &Workers, call: &Call, mut stream: MetadataStream) -> J
             let turn;
             (stream, turn) = workers.work(bytes, &span, work).await?;
             match turn {
-                Turn::Message(message) => return Ok((stream, Some(message))),
-                Turn::Nothing => {}
-                Turn::End => return Ok((stream, None)),
+                Progress::Message(message) => return Ok((stream, Some(message))),
+                Progress::Nothing => {}
+                Progress::End => return Ok((stream, None)),
             }
         }
     })

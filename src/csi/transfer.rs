@@ -19,7 +19,7 @@ use super::rpc::{rpc_span, unary};
 use super::status::status;
 use crate::driver::{Blocks, Driver, OpenSource, Opened, Remote, RemoteFault};
 use crate::metric;
-use base::{BlockSize, ByteRange, Key, SnapshotId, Stop, Stopped, VolumeId};
+use base::{BlockSize, ByteRange, DataDirKey, SnapshotId, Stop, Stopped, VolumeId};
 use cbt::SegmentIndex;
 use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::transfer_server::Transfer;
@@ -37,7 +37,7 @@ const WINDOW: u32 = 4 << 20;
 /// How long a node may take to answer a connection, and to give a sign of life on it.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often it is looked whether a call is still wanted.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Answers that are made at once, each in a thread.
 const ANSWERS: usize = 16;
 /// Messages of an answer that are made before they are sent, so that the two threads need not wait for each other each time.
@@ -221,7 +221,13 @@ pub(super) struct Puller {
 
 impl Puller {
     /// The way to a source. To be made in a runtime; used from threads outside of it.
-    pub(super) fn new(tls: &Arc<Mutual>, address: &str, key: Key, ticket: Vec<u8>, source: String) -> Self {
+    pub(super) fn new(
+        tls: &Arc<Mutual>,
+        address: &str,
+        key: DataDirKey,
+        ticket: Vec<u8>,
+        source: String,
+    ) -> Self {
         let channel = tls.channel(address, &key.to_string(), PATIENCE, WINDOW);
         Puller {
             runtime: Handle::current(),
@@ -239,7 +245,7 @@ impl Puller {
         let answered = self.runtime.block_on(async {
             let mut call = std::pin::pin!(call);
             loop {
-                if let Ok(answered) = tokio::time::timeout(LOOK, &mut call).await {
+                if let Ok(answered) = tokio::time::timeout(POLL_INTERVAL, &mut call).await {
                     return Some(answered);
                 }
                 if stop.check().is_err() {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use shuttle::thread;
 
-use crate::driver::locks::{Key, OpLocks};
+use crate::driver::locks::{LockKey, OpLocks};
 use crate::driver::metadata::streams::{MESSAGES, SHORT, Streams, TUPLE};
 use crate::driver::snapshots::queue::{Next, Part, Queue};
 use crate::store::SnapshotRecord;
@@ -41,7 +41,7 @@ fn an_object_has_one_holder_and_all_who_wait_have_their_turn() {
     check(|| {
         let locks = OpLocks::default();
         let working = Arc::new([AtomicUsize::new(0), AtomicUsize::new(0)]);
-        let history = |letter| Key::History(volume(letter));
+        let history = |letter| LockKey::History(volume(letter));
         let mut threads = Vec::new();
         // Groups lock the histories of their volumes in the order of the ids.
         for volumes in [&['a', 'b'][..], &['a', 'b'], &['b']] {

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use super::{
     AccessMode, AccessType, Capability, CapacityRange, Config, CreateVolume, Driver, HashingThread,
-    MetadataRequest, MetadataStream, Retention, SnapshotParameters, SourceRef, Turn, VolumeParameters,
+    MetadataRequest, MetadataStream, Progress, Retention, SnapshotParameters, SourceRef, VolumeParameters,
 };
 use crate::pool::{self, Kind, PoolRequest};
 use crate::store::{Tuning, TupleStyle};
@@ -213,12 +213,12 @@ fn blocks(mut stream: MetadataStream) -> Vec<usize> {
     let mut found = Vec::new();
     loop {
         match stream.work(&Stop::default()).expect("an answer") {
-            Turn::Message(message) => {
+            Progress::Message(message) => {
                 let blocks = message.tuples.iter().flat_map(|range| range.start / BLOCK..range.end / BLOCK);
                 found.extend(blocks.map(|block| block as usize));
             }
-            Turn::Nothing => {}
-            Turn::End => return found,
+            Progress::Nothing => {}
+            Progress::End => return found,
         }
     }
 }

@@ -16,11 +16,11 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
 
 /// How often a waiting caller's stop is checked.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What a lock is for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Key {
+pub(super) enum LockKey {
     /// The making of a volume, by the name the CO gives it.
     VolumeName(String),
     /// The making of a snapshot, by the name the CO gives it.
@@ -42,20 +42,20 @@ pub(super) enum Key {
     Map(SnapshotId),
 }
 
-impl std::fmt::Display for Key {
+impl std::fmt::Display for LockKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Key::VolumeName(name) => write!(f, "the volume named {name}"),
-            Key::SnapshotName(name) => write!(f, "the snapshot named {name}"),
-            Key::GroupName(name) => write!(f, "the group snapshot named {name}"),
-            Key::Ephemeral(handle) => write!(f, "the ephemeral volume {handle}"),
-            Key::Group(id) => write!(f, "group snapshot {id}"),
-            Key::Volume(id) => write!(f, "volume {id}"),
-            Key::Snapshot(id) => write!(f, "snapshot {id}"),
-            Key::Place(path) => write!(f, "{}", path.display()),
-            Key::History(id) => write!(f, "the snapshots of {id}"),
-            Key::Transfer(name) => write!(f, "the transfer {name}"),
-            Key::Map(id) => write!(f, "the allocated map of {id}"),
+            LockKey::VolumeName(name) => write!(f, "the volume named {name}"),
+            LockKey::SnapshotName(name) => write!(f, "the snapshot named {name}"),
+            LockKey::GroupName(name) => write!(f, "the group snapshot named {name}"),
+            LockKey::Ephemeral(handle) => write!(f, "the ephemeral volume {handle}"),
+            LockKey::Group(id) => write!(f, "group snapshot {id}"),
+            LockKey::Volume(id) => write!(f, "volume {id}"),
+            LockKey::Snapshot(id) => write!(f, "snapshot {id}"),
+            LockKey::Place(path) => write!(f, "{}", path.display()),
+            LockKey::History(id) => write!(f, "the snapshots of {id}"),
+            LockKey::Transfer(name) => write!(f, "the transfer {name}"),
+            LockKey::Map(id) => write!(f, "the allocated map of {id}"),
         }
     }
 }
@@ -63,23 +63,23 @@ impl std::fmt::Display for Key {
 /// The objects that calls work on.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OpLocks {
-    held: Arc<(Mutex<HashSet<Key>>, Condvar)>,
+    held: Arc<(Mutex<HashSet<LockKey>>, Condvar)>,
 }
 
 /// The right to work on an object, until dropped.
 #[derive(Debug)]
 pub(super) struct OpGuard {
     locks: OpLocks,
-    key: Key,
+    key: LockKey,
 }
 
 impl OpLocks {
-    fn held(&self) -> MutexGuard<'_, HashSet<Key>> {
+    fn held(&self) -> MutexGuard<'_, HashSet<LockKey>> {
         self.held.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks the object, or fails at once if another call has it.
-    pub(super) fn take(&self, key: Key) -> Result<OpGuard> {
+    pub(super) fn take(&self, key: LockKey) -> Result<OpGuard> {
         match self.held().insert(key.clone()) {
             true => Ok(OpGuard { locks: self.clone(), key }),
             false => Err(Error::Busy { what: key.to_string() }),
@@ -87,23 +87,23 @@ impl OpLocks {
     }
 
     /// Whether a call has the object now.
-    pub(super) fn is_held(&self, key: &Key) -> bool {
+    pub(super) fn is_held(&self, key: &LockKey) -> bool {
         self.held().contains(key)
     }
 
     /// Locks the object, and waits until it is free or the caller gives up.
-    pub(super) fn wait_until(&self, key: Key, stop: &Stop) -> Result<OpGuard, Stopped> {
+    pub(super) fn wait_until(&self, key: LockKey, stop: &Stop) -> Result<OpGuard, Stopped> {
         let mut held = self.held();
         while !held.insert(key.clone()) {
             stop.check()?;
-            (held, _) = self.held.1.wait_timeout(held, LOOK).unwrap_or_else(PoisonError::into_inner);
+            (held, _) = self.held.1.wait_timeout(held, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner);
         }
         drop(held);
         Ok(OpGuard { locks: self.clone(), key })
     }
 
     /// Locks the object, and waits until it is free.
-    pub(super) fn wait(&self, key: Key) -> OpGuard {
+    pub(super) fn wait(&self, key: LockKey) -> OpGuard {
         let mut held = self.held();
         while !held.insert(key.clone()) {
             held = self.held.1.wait(held).unwrap_or_else(PoisonError::into_inner);
@@ -128,24 +128,24 @@ mod tests {
     fn one_at_a_time_on_an_object_and_none_in_each_others_way() {
         let locks = OpLocks::default();
         let (one, two) = (
-            VolumeId::random(base::Key::random().expect("key")).expect("id"),
-            VolumeId::random(base::Key::random().expect("key")).expect("id"),
+            VolumeId::random(base::DataDirKey::random().expect("key")).expect("id"),
+            VolumeId::random(base::DataDirKey::random().expect("key")).expect("id"),
         );
-        let held = locks.take(Key::Volume(one.clone())).expect("free");
-        assert!(matches!(locks.take(Key::Volume(one.clone())), Err(Error::Busy { .. })));
-        let _other = locks.take(Key::Volume(two)).expect("another object");
+        let held = locks.take(LockKey::Volume(one.clone())).expect("free");
+        assert!(matches!(locks.take(LockKey::Volume(one.clone())), Err(Error::Busy { .. })));
+        let _other = locks.take(LockKey::Volume(two)).expect("another object");
         drop(held);
-        locks.take(Key::Volume(one)).expect("free again");
+        locks.take(LockKey::Volume(one)).expect("free again");
     }
 
     #[test]
     fn a_waiter_gets_it_when_the_holder_goes() {
         let locks = OpLocks::default();
-        let id = VolumeId::random(base::Key::random().expect("key")).expect("id");
-        let held = locks.wait(Key::History(id.clone()));
+        let id = VolumeId::random(base::DataDirKey::random().expect("key")).expect("id");
+        let held = locks.wait(LockKey::History(id.clone()));
         let waiter = std::thread::spawn({
             let locks = locks.clone();
-            move || drop(locks.wait(Key::History(id)))
+            move || drop(locks.wait(LockKey::History(id)))
         });
         drop(held);
         waiter.join().expect("the waiter ends");

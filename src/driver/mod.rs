@@ -30,7 +30,7 @@ pub use audit::inspect::{Inspected, Inspection};
 pub use config::{Config, Retention};
 pub use error::{Error, Result};
 pub use health::volume::{Fault, Health, Reason, Trouble, VolumeHealth};
-pub use metadata::read::{Message, Metadata, MetadataRequest, MetadataStream, Turn};
+pub use metadata::read::{Message, Metadata, MetadataRequest, MetadataStream, Progress};
 pub use metadata::streams::{Share, Streams, WORKING as STREAMS_WORKING};
 pub use node::stats::{Stats, Usage};
 pub use node::used::{Node, PublishRequest, StageRequest};

@@ -87,7 +87,7 @@ impl Driver {
     }
 
     /// The data directory's key.
-    pub fn key(&self) -> base::Key {
+    pub fn key(&self) -> base::DataDirKey {
         self.shared.key
     }
 

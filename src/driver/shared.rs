@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::driver::config::Config;
 use crate::driver::error::{Error, Result};
-use crate::driver::locks::{Key, OpGuard, OpLocks};
+use crate::driver::locks::{LockKey, OpGuard, OpLocks};
 use crate::pool::{Backend, OpenPool};
 use crate::store::{Attached, LockedDir, SnapshotRecord, Store, VolumeRecord};
 use base::VolumeId;
@@ -20,7 +20,7 @@ use files::{Context, change};
 pub(super) struct Shared {
     pub(super) config: Config,
     /// The key of the data directory, which is part of every id made here.
-    pub(super) key: base::Key,
+    pub(super) key: base::DataDirKey,
     pub(super) open_pool: OpenPool,
     pub(super) store: Store,
     pub(super) locks: OpLocks,
@@ -103,7 +103,7 @@ impl Shared {
 
     /// Locks the volume that `find` finds.
     pub(super) fn lock_found(&self, find: impl Fn() -> Result<Arc<VolumeRecord>>) -> Result<LockedVolume> {
-        let guard = self.locks.take(Key::Volume(find()?.id.clone()))?;
+        let guard = self.locks.take(LockKey::Volume(find()?.id.clone()))?;
         // It is looked up again, since it may have been deleted before the lock was taken.
         Ok(LockedVolume { record: find()?, guard })
     }

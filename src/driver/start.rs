@@ -70,7 +70,7 @@ impl Driver {
 
         let key = match &manifest {
             Some(manifest) => manifest.key,
-            None => base::Key::random().context("draw a key from", "/dev/random".as_ref())?,
+            None => base::DataDirKey::random().context("draw a key from", "/dev/random".as_ref())?,
         };
 
         let open_pool = OpenPool::open(&data_dir, config.pool, known)?;
@@ -183,7 +183,7 @@ impl Driver {
 fn open_store(
     config: &Config,
     locked: &LockedDir,
-    new: Option<base::Key>,
+    new: Option<base::DataDirKey>,
     open_pool: &OpenPool,
 ) -> Result<Store> {
     if let Some(key) = new {

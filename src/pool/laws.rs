@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use tempfile::TempDir;
 
 use super::{Bytes, Changes, OpenPool, PoolRequest};
-use base::{BlockSize, DataDir, ObjectDir, Place, Quantity, Stop};
+use base::{Address, BlockSize, DataDir, ObjectDir, Quantity, Stop};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 256;
@@ -162,8 +162,8 @@ fn all_that_was_written_between_two_copies_is_listed(world: &World) {
                 let mut places = vec![None; BLOCKS as usize];
                 for extent in extents.map(|extent| extent.expect("an extent")) {
                     for block in extent.range.start / BLOCK..extent.range.end.div_ceil(BLOCK) {
-                        places[block as usize] = Some(match extent.place {
-                            Place::At(address) => Some(address + block * BLOCK - extent.range.start),
+                        places[block as usize] = Some(match extent.address {
+                            Address::At(address) => Some(address + block * BLOCK - extent.range.start),
                             _ => None,
                         });
                     }

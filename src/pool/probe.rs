@@ -14,8 +14,8 @@ use std::path::Path;
 use super::Result;
 use crate::sys::clone;
 use crate::sys::extents::Extents;
+use base::Address;
 use base::ByteRange;
-use base::Place;
 use files::Context;
 use files::DataRanges;
 
@@ -70,7 +70,7 @@ fn addresses(file: &File, directory: &Path) -> Result<Option<Vec<Option<u64>>>> 
             Err(error) if matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOTTY)) => return Ok(None),
             extent => extent?,
         };
-        let Place::At(address) = extent.place else { continue };
+        let Address::At(address) = extent.address else { continue };
         for (block, cell) in addresses.iter_mut().enumerate() {
             let offset = (block * BLOCK) as u64;
             if (extent.range.start..extent.range.end).contains(&offset) {

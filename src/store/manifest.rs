@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
-use base::{DataDir, Key};
+use base::{DataDir, DataDirKey};
 use files::change;
 use files::durable::{self, FileLock};
 
@@ -18,7 +18,7 @@ pub struct Manifest {
     /// The driver's name: its topology keys and volume handles are known to the cluster by it.
     pub driver_name: String,
     /// Part of the id of every object that is made here. It never changes, whatever the node is called.
-    pub key: Key,
+    pub key: DataDirKey,
     /// The kind of the pool, a word of `--pool`.
     pub pool: String,
     /// Whether the pool is in `pool.img`.

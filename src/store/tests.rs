@@ -4,12 +4,14 @@ use base::{BlockSize, DataDir, GroupId};
 fn volume(name: &str) -> VolumeRecord {
     VolumeRecord {
         version: VolumeRecord::VERSION,
-        id: VolumeId::random(base::Key::random().expect("key")).expect("id"),
+        id: VolumeId::random(base::DataDirKey::random().expect("key")).expect("id"),
         name: name.to_owned(),
         capacity: 1 << 20,
         block_size: BlockSize::MIN,
         access: vec![AccessKind::Block, AccessKind::Filesystem("ext4".into())],
-        source: Some(Source::Snapshot(SnapshotId::random(base::Key::random().expect("key")).expect("id"))),
+        source: Some(Source::Snapshot(
+            SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id"),
+        )),
         tracking: true,
         tuning: Tuning::default(),
         attached: None,
@@ -21,7 +23,7 @@ fn volume(name: &str) -> VolumeRecord {
 fn snapshot(name: &str, of: &VolumeId, sequence: u64) -> SnapshotRecord {
     SnapshotRecord {
         version: SnapshotRecord::VERSION,
-        id: SnapshotId::random(base::Key::random().expect("key")).expect("id"),
+        id: SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id"),
         name: name.to_owned(),
         group: None,
         volume: of.clone(),
@@ -106,7 +108,7 @@ fn a_record_of_another_version_or_place_is_refused() {
         &path,
         text.replace(
             record.id.as_str(),
-            VolumeId::random(base::Key::random().expect("key")).expect("id").as_str(),
+            VolumeId::random(base::DataDirKey::random().expect("key")).expect("id").as_str(),
         ),
     )
     .expect("write");
@@ -138,7 +140,7 @@ fn removed_is_gone_by_every_key() {
 fn group(name: &str, members: &[&SnapshotRecord]) -> GroupRecord {
     GroupRecord {
         version: GroupRecord::VERSION,
-        id: GroupId::random(base::Key::random().expect("key")).expect("id"),
+        id: GroupId::random(base::DataDirKey::random().expect("key")).expect("id"),
         name: name.to_owned(),
         members: members.iter().map(|member| member.id.clone()).collect(),
         tuple_style: None,

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use base::{ByteRange, Extent, Place};
+use base::{Address, ByteRange, Extent};
 use files::{Context, Result};
 
 /// `_IOWR('f', 11, struct fiemap)` of `linux/fs.h`.
@@ -121,7 +121,7 @@ impl Iterator for Extents<'_> {
                     continue;
                 }
                 let range = ByteRange { start: raw.logical, end };
-                return Some(Ok(Extent { range, place: place(&raw) }));
+                return Some(Ok(Extent { range, address: address(&raw) }));
             }
             if self.done {
                 return None;
@@ -135,7 +135,7 @@ impl Iterator for Extents<'_> {
     }
 }
 
-fn place(raw: &RawExtent) -> Place {
+fn address(raw: &RawExtent) -> Address {
     const OPAQUE: u32 = EXTENT_UNKNOWN
         | EXTENT_DELALLOC
         | EXTENT_ENCODED
@@ -144,10 +144,10 @@ fn place(raw: &RawExtent) -> Place {
         | EXTENT_INLINE
         | EXTENT_TAIL;
     if raw.flags & OPAQUE != 0 {
-        Place::Opaque
+        Address::Opaque
     } else if raw.flags & EXTENT_UNWRITTEN != 0 {
-        Place::Unwritten
+        Address::Unwritten
     } else {
-        Place::At(raw.physical)
+        Address::At(raw.physical)
     }
 }

@@ -4,7 +4,7 @@ use super::ByteRange;
 
 /// What an extent says about the bytes of its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Address {
     /// The range is, byte for byte, at this address of the filesystem's device. Two files that
     /// exist at once and have a range at one address hold the same bytes there.
     At(u64),
@@ -19,8 +19,8 @@ pub enum Place {
 pub struct Extent {
     /// The bytes of the file.
     pub range: ByteRange,
-    /// Their place on the device.
-    pub place: Place,
+    /// Where they are on the device.
+    pub address: Address,
 }
 
 /// A range of a file that was written since, or a hole beside one.

@@ -2,7 +2,7 @@
 //!
 //! An id becomes a directory name, so its type can hold nothing but `<prefix>-<32 hex digits>`:
 //! whatever a client sends either parses into that or names nothing we made. The first eight digits
-//! are the [`Key`] of the data directory that the object was made in, so that a router in front
+//! are the [`DataDirKey`] of the data directory that the object was made in, so that a router in front
 //! of many nodes knows the node by the id alone. The others are random and never reused, so a stale
 //! id cannot come to mean another object.
 
@@ -24,19 +24,19 @@ const KEY_DIGITS: usize = 8;
 /// The key of a data directory: made with it, kept in `deltapath.json`, and part of every id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Key(u32);
+pub struct DataDirKey(u32);
 
 /// A string that is no key of a data directory.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("not the key of a data directory (want {KEY_DIGITS} hex digits in lower case)")]
 pub struct KeyError;
 
-impl Key {
+impl DataDirKey {
     /// A fresh key from the kernel's random number generator.
     pub fn random() -> std::io::Result<Self> {
         let mut bits = [0u8; KEY_DIGITS / 2];
         getrandom::fill(&mut bits).map_err(std::io::Error::from)?;
-        Ok(Key(u32::from_be_bytes(bits)))
+        Ok(DataDirKey(u32::from_be_bytes(bits)))
     }
 
     /// The key in an id of whatever kind; `None` for a string that is not an id.
@@ -49,18 +49,18 @@ impl Key {
     }
 }
 
-impl FromStr for Key {
+impl FromStr for DataDirKey {
     type Err = KeyError;
 
     fn from_str(text: &str) -> Result<Self, KeyError> {
         match is_hex(text, KEY_DIGITS) {
-            true => u32::from_str_radix(text, 16).map(Key).map_err(|_| KeyError),
+            true => u32::from_str_radix(text, 16).map(DataDirKey).map_err(|_| KeyError),
             false => Err(KeyError),
         }
     }
 }
 
-impl TryFrom<String> for Key {
+impl TryFrom<String> for DataDirKey {
     type Error = KeyError;
 
     fn try_from(text: String) -> Result<Self, KeyError> {
@@ -68,13 +68,13 @@ impl TryFrom<String> for Key {
     }
 }
 
-impl From<Key> for String {
-    fn from(key: Key) -> String {
+impl From<DataDirKey> for String {
+    fn from(key: DataDirKey) -> String {
         key.to_string()
     }
 }
 
-impl fmt::Display for Key {
+impl fmt::Display for DataDirKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:08x}", self.0)
     }
@@ -100,7 +100,7 @@ macro_rules! id_type {
 
         impl $name {
             /// A fresh id of the data directory with this key, from the kernel's random number generator.
-            pub fn random(key: Key) -> std::io::Result<Self> {
+            pub fn random(key: DataDirKey) -> std::io::Result<Self> {
                 let mut id = format!(concat!($prefix, "-{}"), key);
                 let mut bits = [0u8; (HEX_DIGITS - KEY_DIGITS) / 2];
                 getrandom::fill(&mut bits).map_err(std::io::Error::from)?;
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_random_id_parses_back_and_differs_from_the_next() {
-        let key = Key::random().expect("getrandom works");
+        let key = DataDirKey::random().expect("getrandom works");
         let first = VolumeId::random(key).expect("getrandom works");
         let second = VolumeId::random(key).expect("getrandom works");
         assert_ne!(first, second);
@@ -178,24 +178,24 @@ mod tests {
 
     #[test]
     fn an_id_of_any_kind_tells_its_key() {
-        let key: Key = "00ab12cd".parse().expect("a key");
+        let key: DataDirKey = "00ab12cd".parse().expect("a key");
         assert_eq!(key.to_string(), "00ab12cd");
         for id in [
             VolumeId::random(key).map(String::from),
             SnapshotId::random(key).map(String::from),
             GroupId::random(key).map(String::from),
         ] {
-            assert_eq!(Key::of(&id.expect("getrandom works")), Some(key));
+            assert_eq!(DataDirKey::of(&id.expect("getrandom works")), Some(key));
         }
         let good = "0123456789abcdef0123456789abcdef";
-        assert_eq!(Key::of(&format!("vol-{good}")), "01234567".parse().ok());
+        assert_eq!(DataDirKey::of(&format!("vol-{good}")), "01234567".parse().ok());
         for no_id in
             ["", "vol-", "vol-01234567", "01234567", &format!("disk-{good}"), &format!("vol-{good}0")]
         {
-            assert_eq!(Key::of(no_id), None, "{no_id:?}");
+            assert_eq!(DataDirKey::of(no_id), None, "{no_id:?}");
         }
         for no_key in ["", "0123456", "012345678", "0123456G", "0123456A", "+1234567"] {
-            assert_eq!(no_key.parse::<Key>(), Err(KeyError), "{no_key:?}");
+            assert_eq!(no_key.parse::<DataDirKey>(), Err(KeyError), "{no_key:?}");
         }
     }
 

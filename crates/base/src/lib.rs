@@ -18,9 +18,9 @@ mod stop;
 
 pub use block::{Block, BlockRange, BlockSize, BlockSizeError, ByteRange};
 pub use endpoint::Endpoint;
-pub use extent::{Extent, Place, Written};
+pub use extent::{Address, Extent, Written};
 pub use foreground::{Counter, Foreground, ForegroundWork};
-pub use ids::{GroupId, IdError, Key, KeyError, SnapshotId, VolumeId};
+pub use ids::{DataDirKey, GroupId, IdError, KeyError, SnapshotId, VolumeId};
 pub use layout::{DataDir, DraftFile, GroupDir, ObjectDir, PoolDir};
 pub use quantity::{Quantity, QuantityError};
 pub use report::report;

@@ -20,7 +20,7 @@ const PIECE: u64 = 128 << 10;
 
 /// How far ahead reads were requested.
 #[derive(Debug, Default)]
-pub(super) struct Ahead {
+pub(super) struct Readahead {
     /// Whether a read since the last call went to the disk, or waited for what is on its way.
     slow: bool,
     /// Bytes before it were read.
@@ -31,7 +31,7 @@ pub(super) struct Ahead {
     before: u64,
 }
 
-impl Ahead {
+impl Readahead {
     /// Makes a read of blocks up to byte `end`, and takes its time.
     pub(super) fn timed<T>(&mut self, end: u64, read: impl FnOnce() -> T) -> T {
         let started = Instant::now();
@@ -130,7 +130,7 @@ mod tests {
 
     /// Reads blocks 0, 1, ... of 4 KiB, slow ones where `slow` says so, and collects what is asked for before each.
     fn asked_while_reading(count: u64, slow: impl Fn(u64) -> bool) -> Vec<(u64, Vec<(u64, u64)>)> {
-        let mut ahead = Ahead::default();
+        let mut ahead = Readahead::default();
         let mut asked = Vec::new();
         for block in 0..count {
             ahead.took((block + 1) * KIB4, if slow(block) { 2 * SLOW } else { SLOW / 2 });

@@ -11,7 +11,7 @@ use roaring::RoaringBitmap;
 pub(super) use loaded::LoadedSegments;
 use loaded::{Changed, Segment, changed_on_the_way};
 
-use super::ahead::Ahead;
+use super::ahead::Readahead;
 use super::allocation::Allocation;
 use super::fresh::FreshHashes;
 use super::hash::zero_hash;
@@ -235,7 +235,7 @@ struct Sides {
     zeros: BlockHash,
     /// The bytes read of a block, kept for one turn.
     buffers: (Vec<u8>, Vec<u8>),
-    ahead: Ahead,
+    ahead: Readahead,
 }
 
 impl DeltaScan {
@@ -253,7 +253,7 @@ impl DeltaScan {
                 size,
                 zeros: zero_hash(size),
                 buffers: Default::default(),
-                ahead: Ahead::default(),
+                ahead: Readahead::default(),
             },
             changed,
             segments: Segments::new(indexes, start),

@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn all_snapshots_share_the_memory_and_give_it_back() {
         let table = FreshTable::default();
-        let id = || SnapshotId::random(base::Key::random().expect("key")).expect("id");
+        let id = || SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id");
         let (one, other) = (id(), id());
         let most = (MEMORY / MADE) as u64;
         for block in 0..most + 5 {

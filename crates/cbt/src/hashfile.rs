@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use roaring::RoaringBitmap;
 
-use super::ahead::Ahead;
+use super::ahead::Readahead;
 use super::hash::{BlockHash, UNKNOWN};
 use super::segment::SegmentIndex;
 use super::{Error, Result};
@@ -196,7 +196,7 @@ impl HashFile {
 pub struct HashReader {
     file: HashFile,
     cached: Option<(u64, Page)>,
-    ahead: Ahead,
+    ahead: Readahead,
     /// The page that was read last, also when it was given up since.
     last: Option<u64>,
 }
@@ -216,7 +216,7 @@ impl std::fmt::Debug for Page {
 impl HashReader {
     /// Reads from `file`.
     pub fn new(file: HashFile) -> Self {
-        HashReader { file, cached: None, ahead: Ahead::default(), last: None }
+        HashReader { file, cached: None, ahead: Readahead::default(), last: None }
     }
 
     /// Gives up the page that was looked at last.

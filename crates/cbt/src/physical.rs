@@ -2,9 +2,9 @@
 
 use std::iter::Peekable;
 
+use base::Address;
 use base::ByteRange;
 use base::Extent;
-use base::Place;
 use files::Result;
 
 /// The ranges in which `parent` and `child` may differ, ascending and disjoint, from their extents.
@@ -113,10 +113,10 @@ impl<I: Iterator<Item = Result<Extent>>> Cuts<I> {
         if position < extent.range.start {
             return Ok(Stretch { content: Content::Zeros, until: Some(extent.range.start) });
         }
-        let content = match extent.place {
-            Place::At(address) => Content::At(address + (position - extent.range.start)),
-            Place::Unwritten => Content::Zeros,
-            Place::Opaque => Content::Opaque,
+        let content = match extent.address {
+            Address::At(address) => Content::At(address + (position - extent.range.start)),
+            Address::Unwritten => Content::Zeros,
+            Address::Opaque => Content::Opaque,
         };
         Ok(Stretch { content, until: Some(extent.range.end) })
     }
@@ -127,15 +127,15 @@ mod tests {
     use super::*;
 
     fn at(start: u64, end: u64, address: u64) -> Extent {
-        Extent { range: ByteRange { start, end }, place: Place::At(address) }
+        Extent { range: ByteRange { start, end }, address: Address::At(address) }
     }
 
     fn unwritten(start: u64, end: u64) -> Extent {
-        Extent { range: ByteRange { start, end }, place: Place::Unwritten }
+        Extent { range: ByteRange { start, end }, address: Address::Unwritten }
     }
 
     fn opaque(start: u64, end: u64) -> Extent {
-        Extent { range: ByteRange { start, end }, place: Place::Opaque }
+        Extent { range: ByteRange { start, end }, address: Address::Opaque }
     }
 
     fn diff(parent: &[Extent], child: &[Extent]) -> Vec<(u64, u64)> {

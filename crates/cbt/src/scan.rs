@@ -9,7 +9,7 @@ use std::time::Instant;
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
-use super::ahead::Ahead;
+use super::ahead::Readahead;
 use super::fresh::FreshHashes;
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
@@ -182,7 +182,7 @@ impl ToHash<'_> {
         let all = pages.par_iter().enumerate();
         all.try_for_each_init(
             Default::default,
-            |(buffer, ahead): &mut (Vec<u8>, Ahead), (at, (number, runs))| {
+            |(buffer, ahead): &mut (Vec<u8>, Readahead), (at, (number, runs))| {
                 let mut page = self.hashes.page_to_update(*number)?;
                 for (within, run) in runs.iter().enumerate() {
                     let put = |block, hash: BlockHash| page.set(block, &hash);
@@ -207,7 +207,7 @@ impl ToHash<'_> {
         &self,
         run: BlockRange,
         buffer: &mut Vec<u8>,
-        ahead: &mut Ahead,
+        ahead: &mut Readahead,
         stop: &Stop,
         mut put: impl FnMut(Block, BlockHash),
     ) -> Result<bool> {

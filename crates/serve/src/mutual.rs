@@ -33,7 +33,7 @@ use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use crate::certificate::{self, Tried, Validity};
-use crate::ticket::{Judge, Signer};
+use crate::ticket::{Signer, TicketVerifier};
 
 /// How often the files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
@@ -140,7 +140,7 @@ pub struct Mutual {
     server: ArcSwapOption<ServerConfig>,
     client: ArcSwapOption<ClientConfig>,
     signer: ArcSwapOption<Signer>,
-    judge: ArcSwapOption<Judge>,
+    judge: ArcSwapOption<TicketVerifier>,
     validity: ArcSwapOption<Validity>,
 }
 
@@ -203,7 +203,7 @@ impl Mutual {
                 let signed = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
                     .build()
                     .map_err(|error| Error::Tls(rustls::Error::General(error.to_string())))?;
-                let judge = Judge::new(signed.clone(), provider.clone(), &cluster);
+                let judge = TicketVerifier::new(signed.clone(), provider.clone(), &cluster);
                 let config = server(provider, signed, cluster, chain, key).map_err(Error::Tls)?;
                 self.server.store(Some(Arc::new(config)));
                 self.judge.store(Some(Arc::new(judge)));
@@ -253,7 +253,7 @@ impl Mutual {
     }
 
     /// Judges them on a node, as soon as something is loaded.
-    pub fn judge(&self) -> Option<Arc<Judge>> {
+    pub fn judge(&self) -> Option<Arc<TicketVerifier>> {
         self.judge.load_full()
     }
 

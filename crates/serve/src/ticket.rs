@@ -129,18 +129,18 @@ impl Signer {
     }
 }
 
-/// Judges tickets.
+/// Verifies tickets.
 #[derive(Debug)]
-pub struct Judge {
+pub struct TicketVerifier {
     signed: Arc<dyn ClientCertVerifier>,
     provider: Arc<CryptoProvider>,
     cluster: String,
 }
 
-impl Judge {
+impl TicketVerifier {
     /// Believes the router of this cluster, whose certificate `signed` has to accept.
     pub fn new(signed: Arc<dyn ClientCertVerifier>, provider: Arc<CryptoProvider>, cluster: &str) -> Self {
-        Judge { signed, provider, cluster: cluster.to_owned() }
+        TicketVerifier { signed, provider, cluster: cluster.to_owned() }
     }
 
     /// Whether the ticket lets the node `reader` read `source` now.
@@ -235,12 +235,12 @@ mod tests {
             Signer::new(key, vec![leaf.der().clone()])
         }
 
-        fn judge(&self) -> Judge {
+        fn judge(&self) -> TicketVerifier {
             let provider = Arc::new(ring::default_provider());
             let mut roots = RootCertStore::empty();
             roots.add(self.1.clone()).expect("a CA");
             let signed = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider.clone());
-            Judge::new(signed.build().expect("a verifier"), provider, "c")
+            TicketVerifier::new(signed.build().expect("a verifier"), provider, "c")
         }
     }
 

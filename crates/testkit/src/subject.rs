@@ -59,7 +59,7 @@ impl Site {
 
 /// The key of the data directory that an object is in.
 pub fn key_of(id: &str) -> Option<String> {
-    base::Key::of(id).map(String::from)
+    base::DataDirKey::of(id).map(String::from)
 }
 
 impl<'r> Subject<'r> {

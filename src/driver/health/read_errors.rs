@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn only_what_names_a_place_that_cannot_be_read_is_noted() {
         let read_errors = ReadErrors::default();
-        let volume = VolumeId::random(base::Key::random().expect("key")).expect("id");
+        let volume = VolumeId::random(base::DataDirKey::random().expect("key")).expect("id");
         let error = |errno, at| {
             let source = io::Error::from_raw_os_error(errno);
             Error::Sys(files::Error { operation: "read", path: "x".into(), at, source })

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::{ReadErrors, first_unreadable};
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::request::page::PageRequest;
 use crate::driver::shared::Shared;
 use crate::pool;
@@ -287,7 +287,7 @@ impl Health {
         match std::fs::metadata(&path) {
             // No lock is held, so it may have been deleted meanwhile.
             Err(_)
-                if self.shared.locks.is_held(&Key::Volume(record.id.clone()))
+                if self.shared.locks.is_held(&LockKey::Volume(record.id.clone()))
                     || !self.shared.is_known(&record.id) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 faults.add(Reason::FileMissing, format!("{} is missing", path.display()));

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::driver::error::{Error, Result};
-use crate::driver::metadata::streams::{Place, Share, Streams};
+use crate::driver::metadata::streams::{Parked, Share, Streams};
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::history::hold::Histories;
 use crate::store::{SnapshotRecord, TupleStyle};
@@ -35,7 +35,7 @@ pub struct MetadataRequest {
 
 /// The result of one turn of a stream.
 #[derive(Debug)]
-pub enum Turn {
+pub enum Progress {
     /// The next message. Only the first one may have no tuples.
     Message(Message),
     /// Nothing was found yet.
@@ -64,7 +64,7 @@ pub struct MetadataStream {
     reads: bool,
     streams: Arc<Streams>,
     /// The segment it was in, between two turns.
-    parked: Option<Place>,
+    parked: Option<Parked>,
 }
 
 impl MetadataStream {
@@ -85,7 +85,7 @@ impl MetadataStream {
 
     /// Works until a message is full or `PACE` has passed. The first message is always sent, even without a tuple, since it
     /// carries type and capacity.
-    pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
+    pub fn work(&mut self, stop: &Stop) -> Result<Progress> {
         // A delta may read data, so hashing pauses meanwhile.
         let _foreground = self.reads.then(|| self.streams.foreground().begin());
         let first = std::mem::take(&mut self.first);
@@ -102,14 +102,14 @@ impl MetadataStream {
                 self.tuples = None;
             }
         } else if !first {
-            return Ok(Turn::End);
+            return Ok(Progress::End);
         }
         if !first && found.is_empty() {
-            return Ok(Turn::Nothing);
+            return Ok(Progress::Nothing);
         }
         found.shrink_to_fit();
         share.shrink(found.len());
-        Ok(Turn::Message(Message { tuples: found, _share: share }))
+        Ok(Progress::Message(Message { tuples: found, _share: share }))
     }
 }
 
@@ -220,7 +220,7 @@ impl Metadata {
     /// Says once why a backup tool that deletes its snapshots gets no delta.
     fn hint(&self, base_id: &str) {
         let is_of_here =
-            base_id.parse::<SnapshotId>().is_ok() && base::Key::of(base_id) == Some(self.shared.key);
+            base_id.parse::<SnapshotId>().is_ok() && base::DataDirKey::of(base_id) == Some(self.shared.key);
         if self.shared.config.retain.count == 0 && is_of_here && !self.hinted.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 base = base_id,

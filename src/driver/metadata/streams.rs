@@ -58,7 +58,7 @@ impl Streams {
     }
 
     /// Keeps a segment for the stream's next turn, as long as there is memory.
-    pub(in crate::driver) fn park(self: &Arc<Self>, segment: Loaded) -> Place {
+    pub(in crate::driver) fn park(self: &Arc<Self>, segment: Loaded) -> Parked {
         let mut held = self.held();
         held.last += 1;
         let number = held.last;
@@ -69,7 +69,7 @@ impl Streams {
         {
             held.parked -= oldest.bytes();
         }
-        Place { streams: self.clone(), number }
+        Parked { streams: self.clone(), number }
     }
 
     /// The memory for a message of up to `most` tuples, and how many it may hold. A slow client's message is held for long, so
@@ -101,12 +101,12 @@ impl Streams {
 }
 
 /// A stream's segment between two turns.
-pub(in crate::driver) struct Place {
+pub(in crate::driver) struct Parked {
     streams: Arc<Streams>,
     number: u64,
 }
 
-impl Place {
+impl Parked {
     /// The segment, if it is still kept.
     pub(in crate::driver) fn take(&self) -> Option<Loaded> {
         let mut held = self.streams.held();
@@ -116,7 +116,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Parked {
     fn drop(&mut self) {
         drop(self.take());
     }

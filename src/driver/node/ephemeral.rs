@@ -7,7 +7,7 @@ use crate::driver::devices::attached::{detach, shows};
 use crate::driver::devices::filesystem;
 use crate::driver::devices::filesystem::is_blank;
 use crate::driver::error::{Error, Result};
-use crate::driver::locks::{Key, OpGuard};
+use crate::driver::locks::{LockKey, OpGuard};
 use crate::driver::node::held::{Held, check_unoccupied};
 use crate::driver::node::publish::make_directory;
 use crate::driver::node::used::{Node, PublishRequest, remove_target};
@@ -43,8 +43,8 @@ impl Node {
                 "an ephemeral inline volume is a filesystem, never a device".into(),
             ));
         }
-        let name = self.shared.locks.take(Key::Ephemeral(handle.clone()))?;
-        let _place = self.shared.locks.take(Key::Place(target.clone()))?;
+        let name = self.shared.locks.take(LockKey::Ephemeral(handle.clone()))?;
+        let _place = self.shared.locks.take(LockKey::Place(target.clone()))?;
         let is_new = self.shared.store.read(|index| index.ephemeral(handle)).is_none();
         if is_new {
             self.create_ephemeral(&name, request, parameters)?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::driver::devices::attached::shows;
 use crate::driver::error::{Error, Result};
 use crate::driver::health::volume::{Faults, Reason, VolumeHealth, withheld};
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::node::used::Node;
 use crate::driver::request::path::checked_path;
 use crate::store::{self, AccessKind, Staged, VolumeRecord, VolumeState};
@@ -47,7 +47,7 @@ impl Node {
                 // No lock is held, so it may have been deleted meanwhile.
                 Err(_) if !self.shared.is_known(&record.id) => return Err(Error::no_volume(volume_id)),
                 // A call is at work on it and may be deleting it.
-                Err(_) if self.shared.locks.is_held(&Key::Volume(record.id.clone())) => {}
+                Err(_) if self.shared.locks.is_held(&LockKey::Volume(record.id.clone())) => {}
                 Err(Error::Store(error)) => faults.add(Reason::RecordUnreadable, base::report(&error)),
                 // The faults found already say that its file cannot be read.
                 Err(_) if !faults.is_empty() => {}
@@ -60,7 +60,7 @@ impl Node {
     /// What two checks in a row find wrong at the places of a volume, provided that no call works on the volume
     /// meanwhile: such a call may be about to mount what is missing, or to unmount the rest.
     fn place_faults(&self, record: &VolumeRecord, asked: &[PathBuf]) -> Result<Faults> {
-        let key = Key::Volume(record.id.clone());
+        let key = LockKey::Volume(record.id.clone());
         let mut faults = Faults::default();
         for _ in 0..2 {
             let state = self.shared.store.volume_state(&record.id)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::error::{Error, OTHER_NAME, Result, shown};
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::request::create::check_name;
 use crate::driver::request::params::SnapshotParameters;
 use crate::driver::shared::LockedVolume;
@@ -69,7 +69,7 @@ impl Snapshots {
                 want: "every volume once".into(),
             });
         }
-        let _name = self.shared.locks.take(Key::GroupName(name.to_owned()))?;
+        let _name = self.shared.locks.take(LockKey::GroupName(name.to_owned()))?;
         if let Some(group) = self.find_group(|index| index.group_named(name)) {
             let mut theirs: Vec<&str> = group.members.iter().map(|member| member.volume.as_str()).collect();
             theirs.sort_unstable();
@@ -132,7 +132,7 @@ impl Snapshots {
             return Err(Error::Missing { field: "group_snapshot_id" });
         }
         let Ok(id) = id.parse::<GroupId>() else { return Ok(()) };
-        let _guard = self.shared.locks.take(Key::Group(id.clone()))?;
+        let _guard = self.shared.locks.take(LockKey::Group(id.clone()))?;
         let Some(group) = self.find_group(|index| index.group(&id)) else {
             // A group whose record cannot be read still exists.
             return Ok(self.shared.store.check_readable(id.as_str())?);

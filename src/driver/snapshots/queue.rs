@@ -16,9 +16,9 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use base::{SnapshotId, Stop, VolumeId};
 
 /// How often the age of retained snapshots is checked.
-pub(in crate::driver) const TURN: Duration = Duration::from_secs(600);
+pub(in crate::driver) const RETENTION_INTERVAL: Duration = Duration::from_secs(600);
 /// The time until the retry of a snapshot that could not be hashed, for instance because the pool was full. Each further
-/// failure doubles it, up to [`TURN`].
+/// failure doubles it, up to [`RETENTION_INTERVAL`].
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The snapshots that are still to be hashed.
@@ -32,12 +32,12 @@ pub(in crate::driver) struct Queue {
 /// Each operation takes logarithmic time, since calls wait for it and thousands of snapshots may be queued.
 #[derive(Debug, Default)]
 struct State {
-    lines: BTreeMap<VolumeId, Line>,
+    volumes: BTreeMap<VolumeId, VolumeQueue>,
     /// The volumes with work to do now, in the order in which they are served: by the rank of the work, then by the volume's
     /// last step.
     order: BTreeSet<(Rank, u64, VolumeId)>,
     /// Failed work, by the time of its retry.
-    waiting: BTreeSet<(Instant, Place, Part)>,
+    waiting: BTreeSet<(Instant, Position, Part)>,
     steps: u64,
     /// Bytes of all jobs that are still to be hashed.
     left: u64,
@@ -47,11 +47,11 @@ struct State {
 }
 
 /// A snapshot's volume, and its sequence number there.
-type Place = (VolumeId, u64);
+type Position = (VolumeId, u64);
 
 /// The queued snapshots of a volume.
 #[derive(Debug, Default)]
-struct Line {
+struct VolumeQueue {
     jobs: BTreeMap<u64, Job>,
     /// The snapshots with work to do now, by the rank of the work.
     ready: BTreeMap<Rank, BTreeSet<u64>>,
@@ -82,7 +82,7 @@ const FIRST: Try = Try { due: None, failures: 0 };
 pub(in crate::driver) struct Work {
     pub(in crate::driver) id: SnapshotId,
     pub(in crate::driver) part: Part,
-    place: Place,
+    place: Position,
     failures: u32,
 }
 
@@ -134,7 +134,7 @@ impl Job {
     }
 }
 
-impl Line {
+impl VolumeQueue {
     /// The rank of the volume's next work.
     fn rank(&self) -> Option<Rank> {
         self.ready.keys().next().copied()
@@ -153,9 +153,9 @@ impl Line {
 
 impl State {
     /// Changes, adds or removes the job of a place, and updates all indexes.
-    fn change<T>(&mut self, place: &Place, change: impl FnOnce(&mut Option<Job>) -> T) -> T {
+    fn change<T>(&mut self, place: &Position, change: impl FnOnce(&mut Option<Job>) -> T) -> T {
         let (volume, sequence) = place;
-        let mut line = self.lines.remove(volume).unwrap_or_default();
+        let mut line = self.volumes.remove(volume).unwrap_or_default();
         if let Some(rank) = line.rank() {
             self.order.remove(&(rank, line.served, volume.clone()));
         }
@@ -193,11 +193,11 @@ impl State {
         if let Some(rank) = line.rank() {
             self.order.insert((rank, line.served, volume.clone()));
         }
-        self.lines.insert(volume.clone(), line);
+        self.volumes.insert(volume.clone(), line);
         changed
     }
 
-    fn add(&mut self, place: &Place, id: &SnapshotId, bytes: u64) {
+    fn add(&mut self, place: &Position, id: &SnapshotId, bytes: u64) {
         self.change(place, |job| {
             let job = job.get_or_insert_with(|| Job::new(id.clone(), bytes));
             job.left = bytes;
@@ -215,7 +215,7 @@ impl State {
             self.change(&place, |job| job.as_mut().and_then(attempt));
         }
         let (_, _, volume) = self.order.first()?;
-        let (sequence, part) = self.lines.get(volume)?.next()?;
+        let (sequence, part) = self.volumes.get(volume)?.next()?;
         let place = (volume.clone(), sequence);
         let (id, failures) = self.change(&place, |job| {
             let job = job.as_mut()?;
@@ -228,7 +228,7 @@ impl State {
 
     /// Numbers the volume's last step, so that other volumes have their turn.
     fn serve(&mut self, volume: &VolumeId) {
-        let Some(line) = self.lines.get_mut(volume) else { return };
+        let Some(line) = self.volumes.get_mut(volume) else { return };
         if let Some(rank) = line.rank() {
             self.order.remove(&(rank, line.served, volume.clone()));
             self.order.insert((rank, self.steps, volume.clone()));
@@ -244,7 +244,7 @@ impl State {
     }
 
     fn put_off(&mut self, work: &Work, now: Instant) {
-        let delay = RETRY.saturating_mul(1 << work.failures.min(16)).min(TURN);
+        let delay = RETRY.saturating_mul(1 << work.failures.min(16)).min(RETENTION_INTERVAL);
         self.again(work, Try { due: Some(now + delay), failures: work.failures + 1 });
     }
 
@@ -252,11 +252,11 @@ impl State {
         self.change(&work.place, |job| _ = job.take_if(|job| job.parts.is_empty()));
     }
 
-    fn progress(&mut self, place: &Place, bytes: u64) {
+    fn progress(&mut self, place: &Position, bytes: u64) {
         self.change(place, |job| job.as_mut().map(|job| job.left = job.left.saturating_sub(bytes)));
     }
 
-    fn forget(&mut self, place: &Place) {
+    fn forget(&mut self, place: &Position) {
         self.change(place, |job| *job = None);
     }
 }
@@ -330,7 +330,7 @@ impl Queue {
                 return Next::Stop;
             }
             let now = Instant::now();
-            let turn = *state.turn.get_or_insert(now + TURN);
+            let turn = *state.turn.get_or_insert(now + RETENTION_INTERVAL);
             if now >= turn {
                 state.turn = None;
                 return Next::Retention;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::driver::error::{Error, OTHER_NAME, Result, shown};
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::request::create::check_name;
 use crate::driver::request::page::{Page, PageRequest, SnapshotFilter, optional, page};
 use crate::driver::request::params::SnapshotParameters;
@@ -45,7 +45,7 @@ impl Snapshots {
         }
         // Checked before the name: a snapshot that an earlier call made can only be used here too.
         self.shared.check_topology(requisite, "a snapshot can be used where its volume is")?;
-        let _name = self.shared.locks.take(Key::SnapshotName(name.to_owned()))?;
+        let _name = self.shared.locks.take(LockKey::SnapshotName(name.to_owned()))?;
         if let Some(existing) = self.shared.store.read(|index| index.snapshot_named(name)) {
             let clash = |difference| Error::Clash {
                 kind: "snapshot",
@@ -112,7 +112,7 @@ impl Snapshots {
             return Err(Error::Missing { field: "snapshot_id" });
         }
         let Ok(id) = id.parse::<SnapshotId>() else { return Ok(()) };
-        let _guard = self.shared.locks.take(Key::Snapshot(id.clone()))?;
+        let _guard = self.shared.locks.take(LockKey::Snapshot(id.clone()))?;
         let Some(record) = self.shared.store.read(|index| index.snapshot(&id)) else {
             // A snapshot whose record cannot be read still exists.
             return Ok(self.shared.store.check_readable(id.as_str())?);

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::driver::error::{Error, Result};
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::request::capability::kinds;
 use crate::driver::request::create::{CreateVolume, SourceRef, check_name};
 use crate::driver::shared::Shared;
@@ -52,7 +52,7 @@ impl Transfers {
     ) -> Result<Arc<VolumeRecord>> {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
-        let _name = self.shared.locks.take(Key::VolumeName(request.name.clone()))?;
+        let _name = self.shared.locks.take(LockKey::VolumeName(request.name.clone()))?;
         let transfer = match self.table.named(&request.name) {
             Some(transfer) => transfer,
             None => {
@@ -138,7 +138,7 @@ impl Transfers {
         });
         if self.shared.pool().copies_atomically()
             && let Some(relative) = relative
-            && let Ok(_lock) = self.shared.locks.take(Key::Volume(relative.id.clone()))
+            && let Ok(_lock) = self.shared.locks.take(LockKey::Volume(relative.id.clone()))
             && let Ok(source) = self.shared.pool().open(&self.shared.store.dir().volume(&relative.id))
         {
             let (id, target) = (relative.id.clone(), draft.dir().clone());
@@ -202,8 +202,11 @@ impl Transfers {
             if transfer.state().asked.elapsed() < UNASKED {
                 continue;
             }
-            let removed =
-                self.shared.locks.take(Key::Volume(id.clone())).and_then(|lock| self.table.remove(id, &lock));
+            let removed = self
+                .shared
+                .locks
+                .take(LockKey::Volume(id.clone()))
+                .and_then(|lock| self.table.remove(id, &lock));
             match removed {
                 Ok(_) => {
                     tracing::warn!(volume_id = %id, "a transfer was removed: CreateVolume was not called for it in an hour")

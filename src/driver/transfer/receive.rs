@@ -24,7 +24,7 @@ use roaring::RoaringBitmap;
 use crate::driver::error::{Error, Result};
 use crate::driver::transfer::holes;
 use crate::driver::transfer::plan::{Plan, portions, runs};
-use crate::driver::transfer::throttle::{LOOK, Throttle};
+use crate::driver::transfer::throttle::{POLL_INTERVAL, Throttle};
 use crate::driver::transfer::write::{Gather, Writer, pieces};
 use crate::driver::volumes::incoming::Progress;
 use crate::driver::volumes::remote::{Blocks, Opened, Remote, RemoteFault};
@@ -310,7 +310,7 @@ impl Receiver<'_> {
             if left == Duration::ZERO {
                 return Ok(());
             }
-            std::thread::sleep(left.min(LOOK));
+            std::thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 }
@@ -420,7 +420,7 @@ mod tests {
             allocated_blocks: u64::from(BLOCKS),
             relatives: Vec::new(),
         };
-        let volume_id = VolumeId::random(base::Key::random().expect("key")).expect("id");
+        let volume_id = VolumeId::random(base::DataDirKey::random().expect("key")).expect("id");
         Receiver {
             file,
             path,

@@ -159,24 +159,24 @@ impl Running {
     }
 
     /// Waits until fewer than [`AT_ONCE`] receive.
-    fn turn(&self, stop: &Stop) -> Result<Turn<'_>> {
+    fn turn(&self, stop: &Stop) -> Result<Receiving<'_>> {
         loop {
             stop.check()?;
             let mut working = self.transfers.working.lock().unwrap_or_else(PoisonError::into_inner);
             if *working < AT_ONCE {
                 *working += 1;
-                return Ok(Turn(&self.transfers.working));
+                return Ok(Receiving(&self.transfers.working));
             }
             drop(working);
-            std::thread::sleep(throttle::LOOK);
+            std::thread::sleep(throttle::POLL_INTERVAL);
         }
     }
 }
 
 /// The right to receive, until dropped.
-struct Turn<'t>(&'t Mutex<usize>);
+struct Receiving<'t>(&'t Mutex<usize>);
 
-impl Drop for Turn<'_> {
+impl Drop for Receiving<'_> {
     fn drop(&mut self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use roaring::RoaringBitmap;
 
 use crate::driver::error::{Error, Result};
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::fill::NewSnapshot;
 use crate::driver::snapshots::take::Snapshots;
@@ -103,7 +103,7 @@ impl Sources {
         self.sweep();
         let name = format!("{source}/{reader}/{volume}");
         // Of two calls for one transfer, the second finds what the first opened.
-        let _lock = self.shared.locks.take(Key::Transfer(name.clone()))?;
+        let _lock = self.shared.locks.take(LockKey::Transfer(name.clone()))?;
         let found = self.all().get(&name).cloned();
         let open = match found {
             Some(open) => open,

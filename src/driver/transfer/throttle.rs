@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How often a waiting thread checks whether it is to stop.
-pub(super) const LOOK: Duration = Duration::from_millis(50);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Allows bytes at a rate. Unused time is not saved up.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use crate::driver::devices::attached::release_devices;
 use crate::driver::devices::superblock::Superblock;
 use crate::driver::error::{Error, OTHER_NAME, Result, shown};
 use crate::driver::health::read_errors::ReadErrors;
-use crate::driver::locks::{Key, OpGuard};
+use crate::driver::locks::{LockKey, OpGuard};
 use crate::driver::request::capability::{Capability, kinds};
 use crate::driver::request::create::{CreateVolume, SourceRef, check_name, difference};
 use crate::driver::request::page::{Page, PageRequest, page};
@@ -68,7 +68,7 @@ impl Volumes {
     pub fn create(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
-        let name = self.shared.locks.take(Key::VolumeName(request.name.clone()))?;
+        let name = self.shared.locks.take(LockKey::VolumeName(request.name.clone()))?;
         // Checked before the volumes: a transfer that becomes a volume in between is found among them.
         self.transfers.check(request, &access)?;
         if let Some(existing) = self.existing(request, &access)? {
@@ -184,7 +184,7 @@ impl Volumes {
             return Err(Error::Missing { field: "volume_id" });
         }
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
-        let lock = self.shared.locks.take(Key::Volume(id.clone()))?;
+        let lock = self.shared.locks.take(LockKey::Volume(id.clone()))?;
         if self.transfers.remove(&id, &lock)? {
             return Ok(());
         }
@@ -251,7 +251,7 @@ impl Volumes {
             Some(SourceRef::Volume(id)) if id.parse::<VolumeId>().is_ok() => id,
             _ => return error,
         };
-        if base::Key::of(id) == Some(self.shared.key) {
+        if base::DataDirKey::of(id) == Some(self.shared.key) {
             // The id was made here, so the object was deleted.
             return error;
         }

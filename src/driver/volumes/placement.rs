@@ -14,7 +14,7 @@ use crate::driver::request::create::check_name;
 use crate::driver::shared::Shared;
 use crate::driver::volumes::incoming::TransferTable;
 use crate::sys;
-use base::Key;
+use base::DataDirKey;
 
 /// How long a choice is kept after the last request for it.
 const KEPT: Duration = Duration::from_secs(600);
@@ -53,11 +53,18 @@ pub struct Placement {
 
 /// The node chosen for each new object.
 #[derive(Debug, Default)]
-pub(in crate::driver) struct Choices(Mutex<HashMap<(Named, String), (Key, Instant)>>);
+pub(in crate::driver) struct Choices(Mutex<HashMap<(Named, String), (DataDirKey, Instant)>>);
 
 impl Choices {
     /// The node chosen for `name`: that of an earlier call, unless it is in `not`, or else `proposed`.
-    fn choose(&self, kind: Named, name: &str, proposed: Key, not: &[Key], now: Instant) -> Result<Key> {
+    fn choose(
+        &self,
+        kind: Named,
+        name: &str,
+        proposed: DataDirKey,
+        not: &[DataDirKey],
+        now: Instant,
+    ) -> Result<DataDirKey> {
         let name = (kind, name.to_owned());
         let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((chosen, asked)) = choices.get_mut(&name)
@@ -81,7 +88,7 @@ impl Choices {
     }
 
     /// Ends the choice of this node.
-    fn end(&self, kind: Named, name: &str, chosen: Key) {
+    fn end(&self, kind: Named, name: &str, chosen: DataDirKey) {
         let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let name = (kind, name.to_owned());
         if choices.get(&name).is_some_and(|(key, _)| *key == chosen) {
@@ -119,13 +126,19 @@ impl Placement {
     }
 
     /// The node on which the new object `name` is made: the first one proposed that is not in `not`.
-    pub fn choose_node(&self, kind: Named, name: &str, proposed: Key, not: &[Key]) -> Result<Key> {
+    pub fn choose_node(
+        &self,
+        kind: Named,
+        name: &str,
+        proposed: DataDirKey,
+        not: &[DataDirKey],
+    ) -> Result<DataDirKey> {
         check_name("name", name)?;
         self.choices.choose(kind, name, proposed, not, Instant::now())
     }
 
     /// The node has answered for the object `name`: if it was chosen, it is no more.
-    pub fn end_choice(&self, kind: Named, name: &str, chosen: Key) -> Key {
+    pub fn end_choice(&self, kind: Named, name: &str, chosen: DataDirKey) -> DataDirKey {
         self.choices.end(kind, name, chosen);
         chosen
     }
@@ -135,7 +148,7 @@ impl Placement {
 mod tests {
     use super::*;
 
-    fn key(text: &str) -> Key {
+    fn key(text: &str) -> DataDirKey {
         text.parse().expect("a key")
     }
 
@@ -144,7 +157,7 @@ mod tests {
         let choices = Choices::default();
         let (one, two, three) = (key("00000001"), key("00000002"), key("00000003"));
         let start = Instant::now();
-        let choose = |proposed, not: &[Key], after: u64| {
+        let choose = |proposed, not: &[DataDirKey], after: u64| {
             choices
                 .choose(Named::Volume, "a", proposed, not, start + Duration::from_secs(after))
                 .expect("a choice")

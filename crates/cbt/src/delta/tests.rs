@@ -109,9 +109,9 @@ fn changed(dir: &std::path::Path, blocks: &[u64]) -> MapFile {
 }
 
 fn changed_since(dir: &std::path::Path, blocks: &[u64], exact: Option<bool>) -> MapFile {
-    let path = dir.join(SnapshotId::random(base::Key::random().expect("key")).expect("id").as_str());
+    let path = dir.join(SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id").as_str());
     let relative_to = exact.map(|exact| Relation {
-        snapshot: SnapshotId::random(base::Key::random().expect("key")).expect("id"),
+        snapshot: SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id"),
         exact,
     });
     let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to };

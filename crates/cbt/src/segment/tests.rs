@@ -26,7 +26,7 @@ fn a_map_reads_back_what_was_written_across_segments() {
     let dir = tempfile::tempdir().expect("temp dir");
     let path = dir.path().join("map");
     let edge = SEGMENT_BLOCKS;
-    let id = SnapshotId::random(base::Key::random().expect("key")).expect("id");
+    let id = SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id");
     let header = MapHeader { relative_to: Some(Relation { snapshot: id, exact: true }), ..header(10 * edge) };
     write(&path, header.clone(), &[(0, 1), (edge - 2, edge + 2), (7 * edge, 7 * edge + 1)]);
     let map = MapFile::open(&path).expect("open");

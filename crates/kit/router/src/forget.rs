@@ -7,10 +7,10 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
 
-use base::Key;
+use base::DataDirKey;
 
 /// The keys in the file; none where there is no file.
-pub fn read(path: &Path) -> Result<BTreeSet<Key>, String> {
+pub fn read(path: &Path) -> Result<BTreeSet<DataDirKey>, String> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
@@ -26,7 +26,7 @@ pub fn read(path: &Path) -> Result<BTreeSet<Key>, String> {
 }
 
 /// Adds a key to the file. `Ok(false)`: it is there already.
-pub fn add(path: &Path, key: Key) -> Result<bool, String> {
+pub fn add(path: &Path, key: DataDirKey) -> Result<bool, String> {
     if read(path)?.contains(&key) {
         return Ok(false);
     }
@@ -50,7 +50,7 @@ mod tests {
     fn keys_are_added_once_and_what_stands_there_stays() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("forgotten");
-        let key = |text: &str| text.parse::<Key>().expect("a key");
+        let key = |text: &str| text.parse::<DataDirKey>().expect("a key");
         assert_eq!(read(&path), Ok(BTreeSet::new()));
         assert_eq!(add(&path, key("0000000a")), Ok(true));
         assert_eq!(add(&path, key("0000000a")), Ok(false));

@@ -34,7 +34,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use base::{Endpoint, Key};
+use base::{DataDirKey, Endpoint};
 use clap::{Parser, Subcommand};
 use serve::program::{LogFormat, Stop, host_and_port, http_endpoint};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
@@ -142,7 +142,7 @@ enum Command {
     /// digits.
     Forget {
         /// Key of the data directory, such as 0123abcd.
-        key: Key,
+        key: DataDirKey,
         /// The file that routers watch.
         #[arg(long, value_name = "FILE")]
         forgotten: PathBuf,

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
 use serve::mutual::Mutual;
@@ -52,7 +52,7 @@ struct Connector {
 /// What the certificates at an address have said.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
-    key: Option<Key>,
+    key: Option<DataDirKey>,
     is_replaced: bool,
 }
 
@@ -83,7 +83,7 @@ impl Link {
     }
 
     /// The key in the certificate that was shown; none before there was a connection.
-    pub fn key(&self) -> Option<Key> {
+    pub fn key(&self) -> Option<DataDirKey> {
         self.connector.seen().key
     }
 
@@ -108,7 +108,7 @@ impl Connector {
 
     async fn connect_patiently(&self) -> io::Result<TlsStream<TcpStream>> {
         let (stream, key) = self.tls.connect(&self.address).await?;
-        let key: Key = key.parse().map_err(|_| {
+        let key: DataDirKey = key.parse().map_err(|_| {
             io::Error::other(format!("the certificate at {} names no key of a data directory", self.address))
         })?;
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -128,7 +128,7 @@ pub struct Node {
     /// Where it answers.
     pub address: Arc<str>,
     /// Its data directory's key.
-    pub key: Key,
+    pub key: DataDirKey,
     /// As in NodeGetInfo.
     pub name: String,
     /// The same.
@@ -154,7 +154,7 @@ impl Node {
     /// What this answer says of the node at the end of the link.
     pub fn new(
         address: &Arc<str>,
-        key: Key,
+        key: DataDirKey,
         described: DescribeResponse,
         link: Link,
         suspect: Arc<Notify>,

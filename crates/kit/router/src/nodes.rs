@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use base::Key;
+use base::DataDirKey;
 use metrics::gauge;
 use proto::node::DescribeRequest;
 use proto::node::node_client::NodeClient;
@@ -48,8 +48,8 @@ struct Table {
     by_address: BTreeMap<Arc<str>, Entry>,
     /// Nodes that have answered, and whose addresses are nobody's or another's now. They have objects, so they are missed
     /// until they answer elsewhere or an operator says that they are gone.
-    departed: BTreeMap<Key, Arc<Node>>,
-    forgotten: BTreeSet<Key>,
+    departed: BTreeMap<DataDirKey, Arc<Node>>,
+    forgotten: BTreeSet<DataDirKey>,
     /// What the nodes' driver is called: as in --driver-name, or as most nodes say.
     driver_name: Option<String>,
 }
@@ -59,7 +59,7 @@ struct Entry {
     state: State,
     trouble: Option<Trouble>,
     /// The key in the certificate that was shown there last.
-    shown: Option<Key>,
+    shown: Option<DataDirKey>,
     /// Ends its task when it is dropped.
     _task: AbortOnDrop,
 }
@@ -98,7 +98,7 @@ impl Table {
     }
 
     /// The state of an address is no more, and another may follow.
-    fn is_past(departed: &mut BTreeMap<Key, Arc<Node>>, past: &State, next: Option<&State>) {
+    fn is_past(departed: &mut BTreeMap<DataDirKey, Arc<Node>>, past: &State, next: Option<&State>) {
         past.is_no_more();
         let stays = next.and_then(State::node).map(|node| node.key);
         if let Some(node) = past.node().filter(|node| stays != Some(node.key)) {
@@ -212,7 +212,7 @@ impl Nodes {
             Ok(forgotten) => {
                 let mut table = self.table();
                 if table.forgotten != forgotten {
-                    let keys: Vec<_> = forgotten.iter().map(Key::to_string).collect();
+                    let keys: Vec<_> = forgotten.iter().map(DataDirKey::to_string).collect();
                     tracing::info!(keys = keys.join(", "), "forgotten nodes");
                     table.forgotten = forgotten;
                     self.changed(&mut table);
@@ -277,7 +277,7 @@ impl Nodes {
             Ok(Err(status)) => return Err(format!("{:?}: {}", status.code(), status.message())),
             Err(_) => return Err(format!("it says nothing for {} s", self.patience.as_secs_f64())),
         };
-        let key: Key = described.key.parse().map_err(|_| format!("its key is {:?}", described.key))?;
+        let key: DataDirKey = described.key.parse().map_err(|_| format!("its key is {:?}", described.key))?;
         if link.key() != Some(key) {
             return Err(format!("it has the key {key}, and its certificate is for another"));
         }
@@ -318,7 +318,7 @@ impl Nodes {
         self.changed(&mut table);
     }
 
-    fn put_away(&self, address: &Arc<str>, why: String, shown: Option<Key>) {
+    fn put_away(&self, address: &Arc<str>, why: String, shown: Option<DataDirKey>) {
         let before = self.table().by_address.get_mut(address).and_then(|entry| {
             entry.shown = shown;
             // A stranger was never one of the nodes.
@@ -367,7 +367,7 @@ impl Nodes {
         let table = self.table();
         let used = table.by_address.values().filter_map(Entry::used);
         // A node with two addresses is one.
-        let by_key: BTreeMap<Key, &Arc<Node>> = used.map(|(node, _)| (node.key, node)).collect();
+        let by_key: BTreeMap<DataDirKey, &Arc<Node>> = used.map(|(node, _)| (node.key, node)).collect();
         let is_kept = |node: &&&Arc<Node>| !table.forgotten.contains(&node.key);
         by_key.values().filter(is_kept).map(|node| (*node).clone()).collect()
     }
@@ -376,7 +376,7 @@ impl Nodes {
     pub fn candidates(&self) -> Vec<(Arc<Node>, Candidate)> {
         let table = self.table();
         let entries = table.by_address.values().filter(|entry| entry.trouble.is_none());
-        let by_key: BTreeMap<Key, _> =
+        let by_key: BTreeMap<DataDirKey, _> =
             entries.filter_map(Entry::used).map(|used| (used.0.key, used)).collect();
         let kept = by_key.into_values().filter(|(node, _)| !table.forgotten.contains(&node.key));
         kept.map(|(node, candidate)| (node.clone(), candidate.clone())).collect()
@@ -397,7 +397,7 @@ impl Nodes {
     /// What is to be done where the object is on a node that was forgotten, and answers.
     pub fn forgotten_but_there(&self, id: &str) -> Option<String> {
         let table = self.table();
-        let node = table.up().find(|node| Key::of(id) == Some(node.key))?;
+        let node = table.up().find(|node| DataDirKey::of(id) == Some(node.key))?;
         Some(format!(
             "{id} may exist: node {} at {} answers, and its data directory {} was forgotten: remove the key from the file of \
              --forgotten, or stop the driver",
@@ -408,7 +408,7 @@ impl Nodes {
     /// Names of the nodes that lists cannot be asked of, and the topologies of those that were known before.
     pub fn away(&self) -> Vec<(String, Option<Arc<Node>>)> {
         let table = self.table();
-        let mut there: BTreeSet<Key> = BTreeSet::new();
+        let mut there: BTreeSet<DataDirKey> = BTreeSet::new();
         let mut away = Vec::new();
         for (address, entry) in &table.by_address {
             match &entry.state {
@@ -426,7 +426,7 @@ impl Nodes {
     }
 
     /// Where the objects of this key are.
-    pub fn place(&self, key: Key) -> Place {
+    pub fn place(&self, key: DataDirKey) -> Place {
         let table = self.table();
         if table.forgotten.contains(&key) {
             return Place::Forgotten;
@@ -466,7 +466,7 @@ impl Nodes {
     }
 
     /// A ticket that lets the node `reader` read `source` on another.
-    pub fn ticket(&self, source: &str, reader: Key) -> Result<Vec<u8>, Status> {
+    pub fn ticket(&self, source: &str, reader: DataDirKey) -> Result<Vec<u8>, Status> {
         let signer =
             self.tls.signer().ok_or_else(|| Status::unavailable("the router has no certificate yet"))?;
         let issued = signer.issue(source, &reader.to_string());

@@ -5,7 +5,7 @@
 //!
 //! Entries are not decoded: all lists of CSI have theirs in field 1 and the token in field 2.
 
-use base::Key;
+use base::DataDirKey;
 use bytes::{Bytes, BytesMut};
 use prost::Message;
 use tonic::Status;
@@ -22,9 +22,9 @@ pub enum Start {
     /// At the first node.
     Begin,
     /// With this node, which knows the token, and then with those behind it.
-    Within(Key, String),
+    Within(DataDirKey, String),
     /// With the first node behind this one.
-    After(Key),
+    After(DataDirKey),
 }
 
 impl Start {
@@ -36,7 +36,7 @@ impl Start {
         if let Some(key) = token.strip_prefix(AFTER).and_then(|key| key.parse().ok()) {
             return Ok(Start::After(key));
         }
-        match Key::of(token) {
+        match DataDirKey::of(token) {
             Some(key) => Ok(Start::Within(key, token.to_owned())),
             None => {
                 let token: String = token.chars().take(128).collect();
@@ -48,7 +48,7 @@ impl Start {
     }
 
     /// The token for the node with this key; none where the list is past it.
-    pub fn at(&self, key: Key) -> Option<&str> {
+    pub fn at(&self, key: DataDirKey) -> Option<&str> {
         match self {
             Start::Within(at, token) if *at == key => Some(token),
             Start::Within(at, _) | Start::After(at) if key <= *at => None,
@@ -58,7 +58,7 @@ impl Start {
 }
 
 /// The token behind all entries of a node.
-pub fn after(key: Key) -> String {
+pub fn after(key: DataDirKey) -> String {
     format!("{AFTER}{key}")
 }
 
@@ -99,7 +99,7 @@ pub struct Page {
 mod tests {
     use super::*;
 
-    fn key(number: u32) -> Key {
+    fn key(number: u32) -> DataDirKey {
         format!("{number:08x}").parse().expect("a key")
     }
 

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use base::Key;
+use base::DataDirKey;
 use proto::{Topology, TopologyRequirement};
 
 /// What is to be known of a node.
 #[derive(Clone, Debug)]
 pub struct Candidate {
     /// Its data directory's key.
-    pub key: Key,
+    pub key: DataDirKey,
     /// As in NodeGetInfo.
     pub topology: BTreeMap<String, String>,
     /// Size of the pool, in bytes.
@@ -35,7 +35,7 @@ pub struct Making(Mutex<Vec<Volume>>);
 
 struct Volume {
     number: u64,
-    on: Key,
+    on: DataDirKey,
     bytes: u64,
     /// When its call ended.
     ended: Option<Instant>,
@@ -59,7 +59,7 @@ impl Making {
         mut nodes: Vec<Candidate>,
         requirement: Option<&TopologyRequirement>,
         bytes: u64,
-    ) -> (Vec<Key>, Counted<'_>) {
+    ) -> (Vec<DataDirKey>, Counted<'_>) {
         let mut volumes = self.volumes();
         // What every node has told of since.
         let oldest = nodes.iter().map(|node| node.asked).min();
@@ -86,7 +86,7 @@ impl Making {
 
 impl Counted<'_> {
     /// It is made on this node.
-    pub fn is_on(&self, key: Key) {
+    pub fn is_on(&self, key: DataDirKey) {
         if let Some(volume) = self.making.volumes().iter_mut().find(|volume| volume.number == self.number) {
             volume.on = key;
         }
@@ -124,7 +124,7 @@ pub fn is_allowed(topology: &BTreeMap<String, String>, requirement: Option<&Topo
 
 /// The nodes that a volume may be made on, best first: in the order of the preferred topologies, and among equals by the room
 /// that is left. Where that is about the same, by what is promised: a volume that is not written yet takes no room.
-pub fn order(mut nodes: Vec<Candidate>, requirement: Option<&TopologyRequirement>) -> Vec<Key> {
+pub fn order(mut nodes: Vec<Candidate>, requirement: Option<&TopologyRequirement>) -> Vec<DataDirKey> {
     nodes.retain(|node| is_allowed(&node.topology, requirement));
     let preferred = requirement.map(|requirement| &requirement.preferred[..]).unwrap_or_default();
     nodes.sort_by_key(|node| {
@@ -137,7 +137,7 @@ pub fn order(mut nodes: Vec<Candidate>, requirement: Option<&TopologyRequirement
 
 /// Who is asked which node makes the volume of this name, in order: the same for every router that knows these nodes, and
 /// for most names the same when a node comes or goes (rendezvous hashing).
-pub fn arbiters(name: &str, mut keys: Vec<Key>) -> Vec<Key> {
+pub fn arbiters(name: &str, mut keys: Vec<DataDirKey>) -> Vec<DataDirKey> {
     keys.sort_by_key(|key| {
         let text = key.to_string();
         // FNV-1a, and a mixing of its high bits, for the last bytes differ most. Not the standard library's: that may
@@ -155,7 +155,7 @@ pub fn arbiters(name: &str, mut keys: Vec<Key>) -> Vec<Key> {
 mod tests {
     use super::*;
 
-    fn key(number: u32) -> Key {
+    fn key(number: u32) -> DataDirKey {
         format!("{number:08x}").parse().expect("a key")
     }
 
@@ -187,7 +187,7 @@ mod tests {
             (&["x"], &["a"], &[]),
         ] {
             let requirement = requirement(requisite, preferred);
-            let expected: Vec<Key> = expected.iter().map(|number| key(*number)).collect();
+            let expected: Vec<DataDirKey> = expected.iter().map(|number| key(*number)).collect();
             assert_eq!(order(nodes(), Some(&requirement)), expected, "{requisite:?} {preferred:?}");
         }
         // Of two with the same room, the one on which less is promised.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
-use crate::driver::locks::Key;
+use crate::driver::locks::LockKey;
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::history::hold::Histories;
 use crate::driver::snapshots::queue::{Next, Part, Queue, Work};
@@ -138,7 +138,7 @@ impl Hashing {
     }
 
     fn remove_drafts(&self, record: &SnapshotRecord) {
-        let Ok(_map) = self.shared.locks.wait_until(Key::Map(record.id.clone()), &self.queue.stop) else {
+        let Ok(_map) = self.shared.locks.wait_until(LockKey::Map(record.id.clone()), &self.queue.stop) else {
             return;
         };
         self.histories.hold([&record.volume]).remove_drafts(record);

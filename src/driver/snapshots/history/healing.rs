@@ -1,5 +1,5 @@
 //! Repairs by the hashing thread and by streams: `allocated` maps that do not match the data, and hashes that a
-//! deleted snapshot needs before its bytes are removed. An `allocated` map is only replaced under its own lock, `Key::Map`,
+//! deleted snapshot needs before its bytes are removed. An `allocated` map is only replaced under its own lock, `LockKey::Map`,
 //! which is taken before that of a `History`; what changes a link is done by a `History`.
 
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::path::Path;
 use roaring::RoaringBitmap;
 
 use crate::driver::error::Result;
-use crate::driver::locks::{Key, OpGuard};
+use crate::driver::locks::{LockKey, OpGuard};
 use crate::driver::snapshots::history::hold::{Histories, History, header};
 use crate::store::SnapshotRecord;
 use base::{DraftFile, ObjectDir, Stop};
@@ -55,7 +55,7 @@ impl Histories {
     }
 
     fn lock_map(&self, record: &SnapshotRecord, stop: &Stop) -> cbt::Result<OpGuard> {
-        Ok(self.shared.locks.wait_until(Key::Map(record.id.clone()), stop)?)
+        Ok(self.shared.locks.wait_until(LockKey::Map(record.id.clone()), stop)?)
     }
 
     fn write_locked(

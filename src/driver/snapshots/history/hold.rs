@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::driver::error::Result;
-use crate::driver::locks::{Key, OpGuard};
+use crate::driver::locks::{LockKey, OpGuard};
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::queue::Queue;
 use crate::store::{self, Draft, GroupDraft, GroupRecord, SnapshotRecord};
@@ -38,7 +38,8 @@ impl Histories {
         let mut volumes: Vec<_> = volumes.into_iter().collect();
         volumes.sort_unstable();
         volumes.dedup();
-        let held = volumes.into_iter().map(|id| self.shared.locks.wait(Key::History(id.clone()))).collect();
+        let held =
+            volumes.into_iter().map(|id| self.shared.locks.wait(LockKey::History(id.clone()))).collect();
         History { histories: self, _held: held, to_remove: Vec::new() }
     }
 
@@ -86,7 +87,7 @@ impl History<'_> {
         let histories = self.histories;
         if !(histories.is_worth_keeping(record) && was_kept(histories.shared.store.retain_snapshot(record))?)
         {
-            self.hand_on(record);
+            self.merge_into_next(record);
             self.to_remove.push(histories.shared.store.remove_snapshot(&record.id)?);
             histories.forget(record);
         }
@@ -104,7 +105,7 @@ impl History<'_> {
         let is_wanted = members.iter().any(|member| histories.is_worth_keeping(member));
         if !(is_wanted && was_kept(histories.shared.store.retain_group(&group.id))?) {
             for member in members {
-                self.hand_on(member);
+                self.merge_into_next(member);
             }
             self.to_remove.push(histories.shared.store.remove_group(&group.id)?);
             members.iter().for_each(|member| histories.forget(member));

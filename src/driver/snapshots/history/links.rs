@@ -17,7 +17,7 @@ use files::durable;
 const MAX_LINKS: usize = 64;
 
 /// How often a comparison in the background looks up from its work.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Histories {
     /// Opens the maps, hashes and data of a snapshot for a comparison.
@@ -101,7 +101,7 @@ impl Histories {
             let (base, target) = (self.side(base, stop)?, self.side(record, stop)?);
             let mut scan = DeltaScan::new(base, target, Some(way), Block(0));
             loop {
-                match scan.next_run(stop, Instant::now() + LOOK)? {
+                match scan.next_run(stop, Instant::now() + POLL_INTERVAL)? {
                     Found::Run(run) => writer.insert(run)?,
                     Found::Nothing => {}
                     Found::End => return Ok(writer.finish()?),
@@ -130,7 +130,7 @@ impl History<'_> {
     }
 
     /// Merges the changes of a snapshot that is removed into those of the next one.
-    pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
+    pub(super) fn merge_into_next(&self, gone: &SnapshotRecord) {
         if let Err(error) = self.hand_changes_on(gone) {
             // Without the link, a delta across the gap compares all blocks: slower, and equally exact.
             tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "the changed map of a removed snapshot was not merged into the next one's");

@@ -90,7 +90,7 @@ impl History<'_> {
 
     /// Removes a retained snapshot.
     fn forget(&mut self, record: &SnapshotRecord) -> Result<()> {
-        self.hand_on(record);
+        self.merge_into_next(record);
         self.to_remove.push(self.histories.shared.store.remove_retained(record)?);
         self.histories.forget(record);
         Ok(())

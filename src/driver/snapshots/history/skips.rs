@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     fn line(places: impl IntoIterator<Item = u64>) -> Line {
-        let id = || SnapshotId::random(base::Key::random().expect("key")).expect("id");
+        let id = || SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id");
         places.into_iter().map(|sequence| (sequence, id())).collect()
     }
 

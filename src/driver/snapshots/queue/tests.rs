@@ -1,7 +1,7 @@
 use crate::driver::snapshots::queue::*;
 
 fn id() -> SnapshotId {
-    SnapshotId::random(base::Key::random().expect("key")).expect("id")
+    SnapshotId::random(base::DataDirKey::random().expect("key")).expect("id")
 }
 
 fn volume(letter: char) -> VolumeId {
@@ -69,7 +69,7 @@ fn a_part_that_failed_waits_and_holds_up_no_other() {
     hashing.put_off(&again);
     assert_eq!(next(1), None, "twice as late");
     hashing.done(&next(3).expect("the third try"));
-    assert!(hashing.state().lines.is_empty());
+    assert!(hashing.state().volumes.is_empty());
 }
 
 #[test]
@@ -85,14 +85,14 @@ fn what_is_hashed_is_freed_before_others_are_hashed() {
 /// The queue as it would be without any index: each step looks at all jobs.
 #[derive(Default)]
 struct Naive {
-    jobs: BTreeMap<Place, Job>,
+    jobs: BTreeMap<Position, Job>,
     served: BTreeMap<VolumeId, u64>,
     steps: u64,
 }
 
 impl Naive {
-    fn next(&mut self, now: Instant) -> Option<(Place, Part)> {
-        let mut best: Option<((Rank, u64), &Place)> = None;
+    fn next(&mut self, now: Instant) -> Option<(Position, Part)> {
+        let mut best: Option<((Rank, u64), &Position)> = None;
         for (place, job) in &self.jobs {
             let is_due = |attempt: &Try| attempt.due.is_none_or(|due| now >= due);
             let due = job.parts.iter().filter(|(_, attempt)| is_due(attempt));
@@ -115,7 +115,7 @@ impl Naive {
         Some((place, rank.part()))
     }
 
-    fn remove(&mut self, place: &Place) {
+    fn remove(&mut self, place: &Position) {
         self.jobs.remove(place);
         if !self.jobs.keys().any(|(volume, _)| *volume == place.0) {
             self.served.remove(&place.0);
@@ -164,7 +164,9 @@ fn the_order_is_that_of_a_queue_that_looks_at_all_jobs() {
                         1 => {
                             state.put_off(&work, now);
                             let attempt = Try {
-                                due: Some(now + (RETRY * (1 << work.failures.min(16))).min(TURN)),
+                                due: Some(
+                                    now + (RETRY * (1 << work.failures.min(16))).min(RETENTION_INTERVAL),
+                                ),
                                 failures: work.failures + 1,
                             };
                             job.map(|job| *job.parts.entry(work.part).or_insert(attempt));
@@ -187,7 +189,7 @@ fn the_order_is_that_of_a_queue_that_looks_at_all_jobs() {
             }
             let left: u64 = naive.jobs.values().map(|job| job.left).sum();
             assert_eq!(state.left, left, "seed {seed}");
-            assert_eq!(state.lines.values().map(|line| line.jobs.len()).sum::<usize>(), naive.jobs.len());
+            assert_eq!(state.volumes.values().map(|line| line.jobs.len()).sum::<usize>(), naive.jobs.len());
         }
     }
     assert!(steps > 10_000, "{steps} steps");

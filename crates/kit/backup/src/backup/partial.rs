@@ -23,7 +23,7 @@ const LATEST: Duration = Duration::from_secs(60);
 /// The share of the time that a kill may cost.
 const SHARE: u32 = 32;
 /// Between two looks at whether something has become durable.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Segments of which something is compared with the device, spread over all that are done.
 const SAMPLES: usize = 32;
 
@@ -148,7 +148,7 @@ fn gap(extents: &[Extent]) -> Option<u32> {
 /// Notes from time to time how far a backup is, until nobody sends any more.
 pub fn keep_noting(run: &Run<'_>, repository: &Repository, about: &About, working: Receiver<()>) {
     let (began, mut last, mut noted) = (Instant::now(), Instant::now(), run.done().len());
-    while working.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+    while working.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         let pause = (began.elapsed() / SHARE).clamp(SOONEST, LATEST);
         let count = run.done().len();
         if last.elapsed() < pause || count == noted || run.is_over() {
@@ -170,7 +170,7 @@ fn note(run: &Run<'_>, repository: &Repository, about: &About, working: &Receive
     loop {
         let (written, others) = run.writer.durable();
         if done.iter().any(|number| others.contains(number)) {
-            match working.recv_timeout(LOOK) {
+            match working.recv_timeout(POLL_INTERVAL) {
                 Err(RecvTimeoutError::Timeout) if !run.is_over() => continue,
                 // What is left in the end says all.
                 _ => return Ok(()),

@@ -1,7 +1,7 @@
 //! What a node answers is about its own objects: each id in it holds the node's key. Another's would send later calls to
 //! another node.
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use prost::Message;
 use tonic::Status;
@@ -36,7 +36,7 @@ fn refused(node: &Node, what: &str) -> Status {
 
 /// Fails if an id is not one of this node's.
 pub(super) fn is_of(node: &Node, id: &str) -> Result<(), Status> {
-    match Key::of(id) == Some(node.key) {
+    match DataDirKey::of(id) == Some(node.key) {
         true => Ok(()),
         false => Err(refused(node, &format!("answered with the id {id:?}, which is not one of its own"))),
     }
@@ -51,7 +51,9 @@ fn object(node: &Node, message: &[u8]) -> Result<(), Status> {
 pub(super) fn check_page(method: Method, node: &Node, token: &str, page: &Page) -> Result<(), Status> {
     let next = page.next_token.as_str();
     // Lists are in the order of ids, and a token is one: so every list has an end.
-    if !next.is_empty() && (page.entries.is_empty() || Key::of(next) != Some(node.key) || next <= token) {
+    if !next.is_empty()
+        && (page.entries.is_empty() || DataDirKey::of(next) != Some(node.key) || next <= token)
+    {
         return Err(refused(
             node,
             &format!("answered a list from {token:?} with the next token {next:?}, which does not lead on"),

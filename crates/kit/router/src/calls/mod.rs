@@ -13,7 +13,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use prost::Message;
 use serve::relay::frame_bytes;
@@ -40,7 +40,7 @@ struct Work<'c> {
     deadline: Option<Instant>,
     record: &'c mut Record,
     /// What a new volume is made of, and the key of its node.
-    source: Option<(Key, String)>,
+    source: Option<(DataDirKey, String)>,
     /// Whether a node could not be asked for the name of a new volume, and may have one of that name.
     is_any_silent: bool,
 }
@@ -63,7 +63,7 @@ pub struct Router {
     /// Names of objects that are being made.
     names: Mutex<BTreeSet<(i32, String)>>,
     /// The node that was last asked to make a volume of this name and has not answered: it may be there.
-    unanswered: Mutex<HashMap<String, (Key, Instant)>>,
+    unanswered: Mutex<HashMap<String, (DataDirKey, Instant)>>,
     /// Volumes that were made while nodes were away, which may have one of the same name: their ids by name.
     doubtful: Mutex<HashMap<String, String>>,
     /// Volumes that are being made.
@@ -150,7 +150,7 @@ impl Router {
             Route::Delta => {
                 let TwoIds { base, target } = decode(&message)?;
                 // The node of one has never heard of the other, and would say that it does not exist.
-                if let (Some(one), Some(two)) = (Key::of(&base), Key::of(&target))
+                if let (Some(one), Some(two)) = (DataDirKey::of(&base), DataDirKey::of(&target))
                     && one != two
                 {
                     return Err(Status::invalid_argument(format!(
@@ -173,7 +173,7 @@ impl Router {
 
     /// The node of an object.
     fn target(&self, id: &str) -> Result<Target, Status> {
-        let Some(key) = Key::of(id) else { return Ok(Target::Any) };
+        let Some(key) = DataDirKey::of(id) else { return Ok(Target::Any) };
         match self.nodes.place(key) {
             Place::Here(node) => Ok(Target::Node(node)),
             Place::Forgotten => Ok(Target::Forgotten),

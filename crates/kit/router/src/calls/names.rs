@@ -3,7 +3,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use proto::node::node_client::NodeClient;
@@ -41,10 +41,10 @@ impl Router {
     pub(super) async fn choose(
         &self,
         request: ChooseRequest,
-        best: Key,
+        best: DataDirKey,
         nodes: &[Arc<Node>],
         deadline: Option<Instant>,
-    ) -> Result<(Key, Arc<Node>), Status> {
+    ) -> Result<(DataDirKey, Arc<Node>), Status> {
         let mut last = Status::unavailable("no node answers: see the router's log");
         for arbiter in place::arbiters(&request.name, nodes.iter().map(|node| node.key).collect()) {
             let Some(node) = nodes.iter().find(|node| node.key == arbiter) else { continue };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use proto::node::{ChooseRequest, Kind};
 use tonic::Status;
@@ -23,21 +23,26 @@ impl Router {
     pub(super) async fn create_group(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         let request: proto::CreateVolumeGroupSnapshotRequest = decode(&work.message)?;
         work.record.about(&request.name);
-        let mut by_node: Vec<(Key, &str)> =
-            request.source_volume_ids.iter().filter_map(|id| Some((Key::of(id)?, id.as_str()))).collect();
+        let mut by_node: Vec<(DataDirKey, &str)> = request
+            .source_volume_ids
+            .iter()
+            .filter_map(|id| Some((DataDirKey::of(id)?, id.as_str())))
+            .collect();
         by_node.dedup_by_key(|(key, _)| *key);
         if let [(one, first), (_, second), ..] = by_node[..] {
-            return Err(match (self.nodes.place(one), Key::of(second).map(|two| self.nodes.place(two))) {
-                (Place::Here(one), Some(Place::Here(two))) => Status::failed_precondition(format!(
-                    "volume {first} is on node {} and volume {second} on node {}: the volumes of a group snapshot must \
+            return Err(
+                match (self.nodes.place(one), DataDirKey::of(second).map(|two| self.nodes.place(two))) {
+                    (Place::Here(one), Some(Place::Here(two))) => Status::failed_precondition(format!(
+                        "volume {first} is on node {} and volume {second} on node {}: the volumes of a group snapshot must \
                      be on one node",
-                    one.name, two.name
-                )),
-                _ => Status::failed_precondition(format!(
-                    "volumes {first} and {second} are on different nodes: the volumes of a group snapshot must be on \
+                        one.name, two.name
+                    )),
+                    _ => Status::failed_precondition(format!(
+                        "volumes {first} and {second} are on different nodes: the volumes of a group snapshot must be on \
                      one node"
-                )),
-            });
+                    )),
+                },
+            );
         }
         let source = by_node.first().map_or("", |(_, id)| *id);
         let target = self.target(source)?;
@@ -80,7 +85,7 @@ impl Router {
         kind: Kind,
         name: &str,
         node: &Arc<Node>,
-        chosen: Key,
+        chosen: DataDirKey,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
         let (found, _) = self.find(kind, name, work.deadline).await;

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::Api;
@@ -90,7 +90,7 @@ impl Router {
     /// Asks each node that comes back for volumes that were made meanwhile, and deletes those that no PersistentVolume has,
     /// where these can be asked; for ever.
     pub async fn find_twice(&self, volumes: Option<Api<PersistentVolume>>) {
-        let mut known: BTreeSet<Key> = BTreeSet::new();
+        let mut known: BTreeSet<DataDirKey> = BTreeSet::new();
         let mut asked_before: BTreeSet<String> = BTreeSet::new();
         let mut twice: Vec<Twice> = Vec::new();
         loop {
@@ -178,7 +178,7 @@ impl Router {
     /// `asked_before` the names for which they were.
     async fn look_for_twice(
         &self,
-        known: &mut BTreeSet<Key>,
+        known: &mut BTreeSet<DataDirKey>,
         asked_before: &mut BTreeSet<String>,
     ) -> Vec<Twice> {
         let up = self.nodes.up();

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use base::Key;
+use base::DataDirKey;
 use bytes::Bytes;
 use metrics::counter;
 use prost::Message;
@@ -57,8 +57,8 @@ impl Router {
             Some(Type::Volume(source)) => Some(&source.volume_id),
             None => None,
         });
-        work.source = source.and_then(|source| Some((Key::of(source)?, source.clone())));
-        let is_forgotten = |key: Key| matches!(self.nodes.place(key), Place::Forgotten);
+        work.source = source.and_then(|source| Some((DataDirKey::of(source)?, source.clone())));
+        let is_forgotten = |key: DataDirKey| matches!(self.nodes.place(key), Place::Forgotten);
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
         let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await;
         work.is_any_silent |= !are_all;
@@ -123,7 +123,7 @@ impl Router {
         node.call("/csi.v1.Controller/DeleteVolume", message, deadline).await.map(drop)
     }
 
-    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (Key, Instant)>> {
+    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (DataDirKey, Instant)>> {
         self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -155,7 +155,7 @@ impl Router {
     async fn copy_to(
         &self,
         node: &Arc<Node>,
-        key: Key,
+        key: DataDirKey,
         source: &str,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
@@ -187,7 +187,7 @@ impl Router {
     }
 
     /// The node that has not answered for this name, if there is one.
-    fn waits_for(&self, name: &str) -> Option<Key> {
+    fn waits_for(&self, name: &str) -> Option<DataDirKey> {
         let mut unanswered = self.unanswered();
         let (key, asked) = unanswered.get_mut(name).filter(|(_, asked)| asked.elapsed() < WAITED_FOR)?;
         *asked = Instant::now();
@@ -201,7 +201,7 @@ impl Router {
     ) -> Result<Bytes, Status> {
         let (name, requirement) = (request.name.as_str(), request.accessibility_requirements.as_ref());
         let (nodes, candidates): (Vec<_>, Vec<_>) = self.nodes.candidates().into_iter().unzip();
-        let node = |key: Key| nodes.iter().find(|node| node.key == key);
+        let node = |key: DataDirKey| nodes.iter().find(|node| node.key == key);
         let bytes = request.capacity_range.map_or(0, |range| range.required_bytes);
         // Counted before anything is waited for, so that calls at once see each other.
         let (allowed, making) = self.making.order(candidates, requirement, u64::try_from(bytes).unwrap_or(0));
@@ -228,7 +228,7 @@ impl Router {
                 false => {
                     let request = ChooseRequest {
                         name: name.to_owned(),
-                        excluded_keys: excluded.iter().map(Key::to_string).collect(),
+                        excluded_keys: excluded.iter().map(DataDirKey::to_string).collect(),
                         kind: Kind::Volume.into(),
                         ..Default::default()
                     };

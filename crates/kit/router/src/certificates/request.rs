@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use base::Key;
+use base::DataDirKey;
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Client};
@@ -42,7 +42,7 @@ pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::E
     let client = serve::questions::client(flags.kubeconfig.as_deref()).await?;
     let mut said = String::new();
     // For whom the files are, and until when that is well.
-    let mut written: Option<(Key, SystemTime)> = None;
+    let mut written: Option<(DataDirKey, SystemTime)> = None;
     loop {
         let step = async {
             let key = key_of(&flags.csi_address).await?;
@@ -71,7 +71,7 @@ pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::E
 }
 
 /// The key of the driver's data directory.
-async fn key_of(socket: &Path) -> Result<Key, String> {
+async fn key_of(socket: &Path) -> Result<DataDirKey, String> {
     let channel = crate::delete::channel(socket, 5 * EVERY);
     let asked = IdentityClient::new(channel).get_plugin_info(proto::GetPluginInfoRequest {}).await;
     let info = asked.map_err(|status| format!("ask the driver for its key: {}", status.message()))?;
@@ -80,7 +80,7 @@ async fn key_of(socket: &Path) -> Result<Key, String> {
 }
 
 /// A certificate and its key, in PEM.
-async fn ask(client: &Client, cluster: &str, key: Key) -> Result<(String, String), String> {
+async fn ask(client: &Client, cluster: &str, key: DataDirKey) -> Result<(String, String), String> {
     let private = KeyPair::generate().map_err(|error| format!("make a key: {error}"))?;
     let uri = format!("spiffe://{cluster}/deltapath/node/{key}");
     let request = || {

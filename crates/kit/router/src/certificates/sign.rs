@@ -1,6 +1,6 @@
 //! Answers the requests of nodes: signed, or denied with a reason.
 
-use base::Key;
+use base::DataDirKey;
 use jiff::Timestamp;
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::Api;
@@ -23,7 +23,11 @@ pub fn is_open(request: &CertificateSigningRequest) -> bool {
 }
 
 /// What a request asks for: the key of a data directory, for the node that its pod is on. The reason where it may have none.
-fn asked(request: &CertificateSigningRequest, account: &str, prefix: &str) -> Result<(Key, String), String> {
+fn asked(
+    request: &CertificateSigningRequest,
+    account: &str,
+    prefix: &str,
+) -> Result<(DataDirKey, String), String> {
     let spec = &request.spec;
     let who = spec.username.as_deref().unwrap_or_default();
     if who != account {

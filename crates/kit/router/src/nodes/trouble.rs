@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use base::Key;
+use base::DataDirKey;
 
 use super::{Entry, State, Table};
 use crate::node::Node;
@@ -42,7 +42,7 @@ impl Table {
     fn majority(&self) -> Option<String> {
         let nodes = self.by_address.values().filter_map(|entry| entry.state.node());
         let nodes = nodes.chain(self.departed.values());
-        let names: BTreeMap<Key, &str> = nodes.map(|node| (node.key, node.driver.as_str())).collect();
+        let names: BTreeMap<DataDirKey, &str> = nodes.map(|node| (node.key, node.driver.as_str())).collect();
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         names.values().for_each(|name| *counts.entry(name).or_default() += 1);
         let most = counts.values().copied().max()?;
