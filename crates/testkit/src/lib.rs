@@ -252,6 +252,18 @@ macro_rules! device_cases {
     };
 }
 
+/// The same for a test that has a runtime of its own, or several.
+#[macro_export]
+macro_rules! root_cases {
+    ($(#[$case:meta])* fn $($test:tt)*) => {
+        #[rstest::rstest]
+        $(#[$case])*
+        #[test_with::root]
+        #[test]
+        fn $($test)*
+    };
+}
+
 /// The same on every pool, the first argument.
 #[macro_export]
 macro_rules! every_pool {

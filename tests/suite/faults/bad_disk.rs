@@ -140,7 +140,8 @@ fn first_block(path: &Path) -> u64 {
     panic!("{} holds zeros", path.display());
 }
 
-async fn a_bad_block(pool: PoolKind) {
+#[apply(device_cases)]
+async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs)] pool: PoolKind) {
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
     assert!(!rig.data_dir().join("pool.img").exists(), "not in place");
@@ -218,16 +219,6 @@ async fn a_bad_block(pool: PoolKind) {
     }
     rig.finish();
     disk.finish();
-}
-
-#[apply(device_test)]
-async fn a_bad_block_costs_what_lies_on_it_on_dir() {
-    a_bad_block(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
-    a_bad_block(PoolKind::Xfs).await;
 }
 
 /// Block 120 of a volume cannot be read. Its health names the block, as long as it cannot be read.
@@ -322,7 +313,8 @@ async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() 
 
 /// The image is truncated under a mounted pool, so that everything behind the new end is an I/O error. Every answer is right
 /// or an error, and the driver keeps running.
-async fn a_cut_image(pool: PoolKind) {
+#[apply(device_cases)]
+async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut lines = Vec::new();
     for number in 0..4 {
@@ -390,14 +382,4 @@ async fn a_cut_image(pool: PoolKind) {
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
     rig.kill();
-}
-
-#[apply(device_test)]
-async fn a_cut_image_gives_the_truth_or_an_error_on_xfs() {
-    a_cut_image(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_cut_image_gives_the_truth_or_an_error_on_btrfs() {
-    a_cut_image(PoolKind::Btrfs).await;
 }

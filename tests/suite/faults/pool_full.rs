@@ -81,7 +81,8 @@ async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
     answer.map(drop).map_err(|status| Error { call: "ControllerModifyVolume", status })
 }
 
-async fn a_full_pool(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("written", 64 * MIB).await;
     let mut before = Content::default();
@@ -187,23 +188,9 @@ async fn a_full_pool(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[apply(device_test)]
-async fn a_full_pool_says_so_and_works_again_on_dir() {
-    a_full_pool(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_full_pool_says_so_and_works_again_on_xfs() {
-    a_full_pool(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_full_pool_says_so_and_works_again_on_btrfs() {
-    a_full_pool(PoolKind::Btrfs).await;
-}
-
 /// How a full pool is freed: volumes are unpublished, and objects that are not needed are deleted.
-async fn the_way_out(pool: PoolKind) {
+#[apply(every_pool)]
+async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
     for number in 0..3u8 {
@@ -248,21 +235,6 @@ async fn the_way_out(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[apply(device_test)]
-async fn deletion_is_the_way_out_of_a_full_pool_on_dir() {
-    the_way_out(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn deletion_is_the_way_out_of_a_full_pool_on_xfs() {
-    the_way_out(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
-    the_way_out(PoolKind::Btrfs).await;
-}
-
 /// A volume can be detached on a full pool. Only then can it be deleted.
 #[apply(device_test)]
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
@@ -288,7 +260,8 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
 
 /// A snapshot takes the last of the space, and there is none for its hashes. Its deltas are still exact. Hashing neither
 /// retries without pause nor gives up, and continues when there is space.
-async fn hashing_without_room(pool: PoolKind) {
+#[apply(device_cases)]
+async fn hashing_waits_for_room(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
     let mut before = Content::default();
@@ -325,14 +298,4 @@ async fn hashing_without_room(pool: PoolKind) {
     verify(&rig);
     rig.detach(&volume).await;
     finish(rig, disk);
-}
-
-#[apply(device_test)]
-async fn hashing_waits_for_room_on_xfs() {
-    hashing_without_room(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn hashing_waits_for_room_on_btrfs() {
-    hashing_without_room(PoolKind::Btrfs).await;
 }

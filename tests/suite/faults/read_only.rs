@@ -37,7 +37,8 @@ fn read_only<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert!(text.contains("remount it"), "it does not say what to do: {text}");
 }
 
-async fn a_read_only_pool(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
     // The pool is on its own disk, since the lock file in the data directory is open for writing and would prevent the
     // remount.
     let disk = (pool == PoolKind::Dir).then(|| Disk::ext4(320 << 20));
@@ -119,21 +120,6 @@ async fn a_read_only_pool(pool: PoolKind) {
     if let Some(disk) = disk {
         disk.finish();
     }
-}
-
-#[apply(device_test)]
-async fn a_read_only_pool_is_read_and_nothing_else_on_dir() {
-    a_read_only_pool(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_read_only_pool_is_read_and_nothing_else_on_xfs() {
-    a_read_only_pool(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_read_only_pool_is_read_and_nothing_else_on_btrfs() {
-    a_read_only_pool(PoolKind::Btrfs).await;
 }
 
 fn chattr(change: &str, path: &Path) {

@@ -446,7 +446,8 @@ impl Scene {
 
 /// All calls that tell something, and of those that change something each with a kill and with one of the others: a node that
 /// is silent takes seconds to be given up. With DELTAPATH_TRANSFER_KILLS, each with each.
-fn strikes(fault: Fault) {
+#[apply(root_cases)]
+fn a_fault_in_the_middle_of_any_call(#[values(Fault::Kill, Fault::Cut, Fault::Freeze)] fault: Fault) {
     network::alone(move || async move {
         let mut scene = Scene::new().await;
         scene.tell(fault).await;
@@ -472,22 +473,4 @@ fn strikes(fault: Fault) {
         }
         cluster.finish();
     });
-}
-
-#[test_with::root]
-#[test]
-fn a_kill_in_the_middle_of_any_call() {
-    strikes(Fault::Kill);
-}
-
-#[test_with::root]
-#[test]
-fn a_cut_link_in_the_middle_of_any_call() {
-    strikes(Fault::Cut);
-}
-
-#[test_with::root]
-#[test]
-fn a_freeze_in_the_middle_of_any_call() {
-    strikes(Fault::Freeze);
 }
