@@ -21,18 +21,8 @@ pub const KUSTOMIZATIONS: [&str; 10] = [
     "deploy/overlays/kind-distributed",
     "deploy/snapshot-controller/base",
 ];
-/// Those that contain a driver.
-pub const OVERLAYS: [&str; 9] = [
-    "deploy/base",
-    "deploy/overlays/aggregated",
-    "deploy/overlays/attach",
-    "deploy/overlays/community-sidecar",
-    "deploy/overlays/differential",
-    "deploy/overlays/distributed",
-    "deploy/overlays/faults",
-    "deploy/overlays/kind",
-    "deploy/overlays/kind-distributed",
-];
+/// Those that contain a driver: all but the last.
+pub const OVERLAYS: [&str; 9] = *KUSTOMIZATIONS.first_chunk().expect("nine of ten");
 pub const DRIVER: &str = "deltapath.csi.dev";
 
 pub fn repository() -> &'static Path {

@@ -15,6 +15,15 @@ pub struct Lab {
     pub ready: Value,
 }
 
+/// Names of conformance cases with spaces between them: `*-order` is that case of both streams.
+pub fn named(cases: &str) -> Vec<String> {
+    let streams = |case: &str| match case.strip_prefix('*') {
+        Some(rest) => vec![format!("allocated{rest}"), format!("delta{rest}")],
+        None => vec![case.to_owned()],
+    };
+    cases.split(' ').flat_map(streams).collect()
+}
+
 /// The table of docs/faults.md of what clients make of each fault in a delta: the cells of each row.
 pub fn clients_table() -> Vec<Vec<String>> {
     table("What a client makes of them")

@@ -88,7 +88,7 @@ pub async fn assert_empty(rig: &mut Rig) {
 async fn run_broken(
     rig: &Rig,
     faults: &str,
-    cases: &[&str],
+    cases: &[impl std::borrow::Borrow<str>],
     timeout: &str,
 ) -> (Option<i32>, Verdicts, Value) {
     static SOCKETS: AtomicUsize = AtomicUsize::new(0);
