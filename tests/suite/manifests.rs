@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use serde_json::Value;
+use testkit::pages::read;
 
 /// The directories that kustomize can build.
 pub const KUSTOMIZATIONS: [&str; 10] = [
@@ -27,10 +28,6 @@ pub const DRIVER: &str = "deltapath.csi.dev";
 
 pub fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-pub fn read(name: &str) -> String {
-    std::fs::read_to_string(repository().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
 /// An object, and the path in the repository that it came from.

@@ -15,7 +15,7 @@ use super::{
     Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
     listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell, without_skip,
 };
-use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::content::{Content, block_bytes, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 const SECTOR: usize = 4096;
@@ -209,8 +209,7 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
     let error = rig.client.allocated(&damaged.base.0, 0, 0).await.expect_err("withheld");
     assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
     assert!(sound.answers(&mut rig).await, "what is sound is served");
-    let list = rig.client.allocated(&damaged.target.0, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), damaged.target.1.allocated(BLOCK));
+    assert_eq!(rig.allocated(&damaged.target.0).await, damaged.target.1.allocated(BLOCK));
     probe(&rig).await.expect("it lives");
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
@@ -276,8 +275,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
                 exact_or_error(delta, &after.changed_since(&before, BLOCK)),
                 "the delta did not need the unreadable block"
             );
-            let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
-            assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+            assert_eq!(rig.allocated(&base).await, before.allocated(BLOCK));
             tokio::time::sleep(std::time::Duration::from_secs(3)).await;
             assert!(failures(&rig) <= 4, "hashing retries without pause: {} failures in 3 s", failures(&rig));
             // Hashing continues for others.

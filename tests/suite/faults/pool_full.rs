@@ -11,7 +11,7 @@ use super::{
     Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, listed,
     live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
-use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::content::{Content, block_bytes, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
 /// A driver on a pool of some hundred megabytes, and its disk if the pool is not an image. The fields have this order because
@@ -147,10 +147,8 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
         assert_nothing_half_made(&rig);
         assert_eq!(listed(&rig).await, before_it);
     }
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-    let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
+    assert_eq!(rig.allocated(&target).await, after.allocated(BLOCK));
 
     // There is space again. Nothing must be restarted, and every call works with the same name.
     ballast.remove();
@@ -179,8 +177,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     modify(&rig, &volume, "512").await.expect("modify");
     rig.attach(&idle.volume_id).await;
     rig.detach(&idle.volume_id).await;
-    let delta = rig.client.delta(&base, &third, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &third).await, after.changed_since(&before, BLOCK));
     let dir = live(&rig, &third);
     until("hashed", || is_hashed(&dir)).await;
     verify(&rig);
@@ -214,8 +211,7 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
     }
     for (volume, [base, middle, target], changed) in &volumes {
         rig.client.delete_snapshot(middle).await.expect("DeleteSnapshot on a full pool");
-        let delta = rig.client.delta(base, target, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), *changed);
+        assert_eq!(rig.changed(base, target).await, *changed);
         ballast.refill();
         rig.client.delete_volume(volume).await.expect("DeleteVolume on a full pool");
         ballast.refill();
@@ -284,17 +280,14 @@ async fn hashing_waits_for_room(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: 
     assert!(!is_hashed(&dir), "there was room: this proves nothing");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert!(failures(&rig) <= 2, "it spins: {} failures in seconds", failures(&rig));
-    let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+    assert_eq!(rig.allocated(&base).await, before.allocated(BLOCK));
     ballast.remove();
     let mut after = before.clone();
     after.write(&device, 5000, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
     hashed(&rig, &[&base, &target]).await;
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
     verify(&rig);
     rig.detach(&volume).await;
     finish(rig, disk);

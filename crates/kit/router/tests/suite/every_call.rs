@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{Client, block_capability, delta_of, from_snapshot, from_volume, new_volume};
 use prost::Message;
 use proto::{ListSnapshotsRequest, ListVolumesRequest, TopologyRequirement};
 use testkit::cluster::{Cluster, PATIENCE, Router};
@@ -270,11 +270,7 @@ impl Scene {
                 request.encode_to_vec()
             }
             "GetMetadataDelta" => {
-                let request = proto::GetMetadataDeltaRequest {
-                    base_snapshot_id: first,
-                    target_snapshot_id: second,
-                    ..Default::default()
-                };
+                let request = delta_of(&first, &second);
                 request.encode_to_vec()
             }
             // The first field of all of these is the id.
