@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use base::ObjectDir;
 use cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
-use csi_client::Client;
+use csi_client::{Client, delta_of};
 use deltapath::sys::btrfs;
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{blockdev, clone, tree};
 use fastrand::Rng;
-use proto::{BlockMetadata, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
+use proto::{BlockMetadata, GetMetadataAllocatedRequest};
 use testkit::{PoolKind, Rig};
 use tonic::{Response, Status, Streaming};
 
@@ -186,11 +186,7 @@ async fn read_stream<M>(
 }
 
 pub async fn delta(client: &mut Client, base: &str, target: &str) -> Streamed {
-    let request = GetMetadataDeltaRequest {
-        base_snapshot_id: base.to_owned(),
-        target_snapshot_id: target.to_owned(),
-        ..Default::default()
-    };
+    let request = delta_of(base, target);
     read_stream(client.metadata.get_metadata_delta(request), |message| &message.block_metadata).await
 }
 

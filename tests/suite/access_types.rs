@@ -4,7 +4,7 @@
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume, stage_of};
 use proto::VolumeCapability;
 use tonic::Code;
 
@@ -41,12 +41,7 @@ async fn usage(rig: &Rig, volume: &str, target: &Path) -> Vec<proto::VolumeUsage
 
 async fn stage(rig: &Rig, volume: &str, path: &Path, capability: VolumeCapability) -> Result<(), Code> {
     std::fs::create_dir_all(path).expect("mkdir");
-    let request = proto::NodeStageVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: path.display().to_string(),
-        volume_capability: Some(capability),
-        ..Default::default()
-    };
+    let request = stage_of(volume, path, capability);
     rig.client.node.clone().node_stage_volume(request).await.map(drop).map_err(|status| status.code())
 }
 
@@ -142,8 +137,7 @@ async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_fo
 
     // A Block volume with a filesystem of its user's choice, mounted by a claim that names none.
     let (raw, device) = rig.block_volume("of its user", 300 * MIB).await;
-    let made = std::process::Command::new("mkfs.xfs").arg("-q").arg(&device).status().expect("mkfs.xfs");
-    assert!(made.success());
+    testkit::ok(std::process::Command::new("mkfs.xfs").arg("-q").arg(&device));
     rig.detach(&raw).await;
     let target = rig.client.publish(&raw, mount_capability(""), false, &kubelet).await.expect("publish");
     let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
@@ -11,7 +11,7 @@ use tokio::process::Command;
 use crate::conformance::{assert_empty, said};
 use testkit::lab::Lab;
 use testkit::places::Disk;
-use testkit::{PoolKind, Rig, leftovers};
+use testkit::{PoolKind, Rig, eventually, leftovers};
 
 /// Little of everything.
 const LITTLE: [(&str, &str); 6] = [
@@ -287,11 +287,7 @@ async fn a_signal_at_any_time_leaves_nothing() {
     ] {
         let before = rig.log().len();
         let running = bench(&rig.socket(), &dirs).spawn().expect("spawn");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !rig.log()[before..].contains(sign) {
-            assert!(Instant::now() < deadline, "no {sign}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        eventually(sign, async || rig.log()[before..].contains(sign)).await;
         tokio::time::sleep(Duration::from_millis(millis)).await;
         let pid = running.id().expect("it runs");
         kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");

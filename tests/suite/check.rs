@@ -286,8 +286,7 @@ async fn an_unexplained_mount_is_unmounted() {
     assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);
     let data = scene.pool().join("volumes").join(&scene.idle).join("bytes/data.img");
     let before = fs::read(&data).expect("read");
-    let made = Command::new("mkfs.ext4").args(["-q", "-b", "4096"]).arg(&data).status().expect("mkfs.ext4");
-    assert!(made.success());
+    testkit::ok(Command::new("mkfs.ext4").args(["-q", "-b", "4096"]).arg(&data));
     let device = LoopDevice::attach(&data, Access::ReadWrite).expect("attach");
     let target = scene.rig.dir.path().join("mounted");
     fs::create_dir(&target).expect("mkdir");

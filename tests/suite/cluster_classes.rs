@@ -4,9 +4,10 @@ use std::collections::HashMap;
 
 use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
 use serde_json::Value;
+use testkit::pages::read;
 
 use crate::cluster_rules::plugins;
-use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, read, strings};
+use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, strings};
 
 #[test]
 fn the_gateway_tells_clients_where_its_service_is() {

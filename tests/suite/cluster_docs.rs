@@ -3,7 +3,8 @@
 
 use std::process::Command;
 
-use crate::manifests::{containers, files, objects, pod_spec, read, repository};
+use crate::manifests::{containers, files, objects, pod_spec, repository};
+use testkit::pages::read;
 
 #[test]
 fn scripts_pass_shellcheck() {

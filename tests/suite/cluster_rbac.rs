@@ -18,6 +18,12 @@ enum When {
 
 use When::{Always, Attach, Distributed};
 
+const STORAGE: &str = "storage.k8s.io";
+const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
+const GROUPS: &str = "groupsnapshot.storage.k8s.io";
+const HEALTH: &str = "csi-external-health-monitor-controller";
+const SIDECAR: &str = "csi-snapshot-metadata";
+
 /// The calls of each program: its container, an API group and resource, the verbs, and when. Taken from the sources of the
 /// versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and snapshot-controller
 /// also from the audit log of an API server. An informer needs no get.
@@ -26,26 +32,20 @@ const CALLS: [(&str, &str, &str, &str, When); 90] = [
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
     // Finalizers of claims that are being cloned; removal of the selected node on RESOURCE_EXHAUSTED.
     ("csi-provisioner", "", "persistentvolumeclaims", "get list watch update", Always),
-    ("csi-provisioner", "storage.k8s.io", "storageclasses", "get list watch", Always),
+    ("csi-provisioner", STORAGE, "storageclasses", "get list watch", Always),
     // Mutable parameters of CreateVolume.
-    ("csi-provisioner", "storage.k8s.io", "volumeattributesclasses", "get", Always),
+    ("csi-provisioner", STORAGE, "volumeattributesclasses", "get", Always),
     ("csi-provisioner", "", "events", "create patch", Always),
     // Source protection: a finalizer while a snapshot is being restored, cleaned up periodically.
-    ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch update", Always),
-    ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    ("csi-provisioner", SNAPSHOTS, "volumesnapshots", "get list watch update", Always),
+    ("csi-provisioner", SNAPSHOTS, "volumesnapshotcontents", "get", Always),
     // Topology.
-    ("csi-provisioner", "storage.k8s.io", "csinodes", "get list watch", Always),
+    ("csi-provisioner", STORAGE, "csinodes", "get list watch", Always),
     ("csi-provisioner", "", "nodes", "get list watch", Always),
     // Only if the driver has PUBLISH_UNPUBLISH_VOLUME: a volume is deleted once it is detached.
-    ("csi-provisioner", "storage.k8s.io", "volumeattachments", "get list watch", Attach),
+    ("csi-provisioner", STORAGE, "volumeattachments", "get list watch", Attach),
     // --enable-capacity, and the owner of these objects (--capacity-ownerref-level=1: the pod names it).
-    (
-        "csi-provisioner",
-        "storage.k8s.io",
-        "csistoragecapacities",
-        "get list watch create update delete",
-        Always,
-    ),
+    ("csi-provisioner", STORAGE, "csistoragecapacities", "get list watch create update delete", Always),
     ("csi-provisioner", "", "pods", "get", Always),
     // The owner of the pod's owner: --capacity-ownerref-level=2.
     ("csi-provisioner", "apps", "replicasets", "get", Distributed),
@@ -53,13 +53,7 @@ const CALLS: [(&str, &str, &str, &str, When); 90] = [
     ("csi-provisioner", "coordination.k8s.io", "leases", "create get update", Distributed),
     ("csi-resizer", "coordination.k8s.io", "leases", "create get update", Distributed),
     ("csi-snapshotter", "coordination.k8s.io", "leases", "create get update", Distributed),
-    (
-        "csi-external-health-monitor-controller",
-        "coordination.k8s.io",
-        "leases",
-        "create get update",
-        Distributed,
-    ),
+    (HEALTH, "coordination.k8s.io", "leases", "create get update", Distributed),
     // Ours: the addresses of the nodes, and which volumes are used. Its tests have only these rights.
     ("router", "discovery.k8s.io", "endpointslices", "list watch", Distributed),
     ("router", "", "persistentvolumes", "list", Distributed),
@@ -75,38 +69,26 @@ const CALLS: [(&str, &str, &str, &str, When); 90] = [
     ("csi-resizer", "", "persistentvolumes", "list watch patch", Always),
     ("csi-resizer", "", "persistentvolumeclaims", "list watch", Always),
     ("csi-resizer", "", "persistentvolumeclaims/status", "patch", Always),
-    ("csi-resizer", "storage.k8s.io", "volumeattributesclasses", "list watch", Always),
+    ("csi-resizer", STORAGE, "volumeattributesclasses", "list watch", Always),
     ("csi-resizer", "", "events", "create patch", Always),
-    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotclasses", "list watch", Always),
-    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get list watch patch", Always),
-    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents/status", "update patch", Always),
-    ("csi-snapshotter", "groupsnapshot.storage.k8s.io", "volumegroupsnapshotclasses", "list watch", Always),
-    (
-        "csi-snapshotter",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshotcontents",
-        "get list watch patch",
-        Always,
-    ),
-    (
-        "csi-snapshotter",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshotcontents/status",
-        "update patch",
-        Always,
-    ),
+    ("csi-snapshotter", SNAPSHOTS, "volumesnapshotclasses", "list watch", Always),
+    ("csi-snapshotter", SNAPSHOTS, "volumesnapshotcontents", "get list watch patch", Always),
+    ("csi-snapshotter", SNAPSHOTS, "volumesnapshotcontents/status", "update patch", Always),
+    ("csi-snapshotter", GROUPS, "volumegroupsnapshotclasses", "list watch", Always),
+    ("csi-snapshotter", GROUPS, "volumegroupsnapshotcontents", "get list watch patch", Always),
+    ("csi-snapshotter", GROUPS, "volumegroupsnapshotcontents/status", "update patch", Always),
     ("csi-snapshotter", "", "events", "create patch", Always),
     // The one secret that a class may name.
     ("csi-snapshotter", "", "secrets", "get", Always),
-    ("csi-external-health-monitor-controller", "", "persistentvolumes", "list watch", Always),
-    ("csi-external-health-monitor-controller", "", "persistentvolumeclaims", "list watch", Always),
-    ("csi-external-health-monitor-controller", "", "persistentvolumeclaims/status", "patch", Always),
+    (HEALTH, "", "persistentvolumes", "list watch", Always),
+    (HEALTH, "", "persistentvolumeclaims", "list watch", Always),
+    (HEALTH, "", "persistentvolumeclaims/status", "patch", Always),
     // Ours: reviews of callers and their rights, and the objects they ask about. Its tests have only these rights.
     ("gateway", "authentication.k8s.io", "tokenreviews", "create", Always),
     ("gateway", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
-    ("gateway", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch", Always),
-    ("gateway", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get list watch", Always),
-    ("gateway", "snapshot.storage.k8s.io", "volumesnapshotclasses", "list watch", Always),
+    ("gateway", SNAPSHOTS, "volumesnapshots", "get list watch", Always),
+    ("gateway", SNAPSHOTS, "volumesnapshotcontents", "get list watch", Always),
+    ("gateway", SNAPSHOTS, "volumesnapshotclasses", "list watch", Always),
     // Its certificate, its object and its election; and the one secret that a class may name.
     ("gateway", "cbt.storage.k8s.io", "snapshotmetadataservices", "create get list update watch", Always),
     ("gateway", "", "secrets", "get update", Always),
@@ -116,14 +98,14 @@ const CALLS: [(&str, &str, &str, &str, When); 90] = [
     ("differential", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("differential", "differential.cbt.storage.k8s.io", "differentialsnapshots", "get list watch", Always),
     ("differential", "differential.cbt.storage.k8s.io", "differentialsnapshots/status", "patch", Always),
-    ("differential", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch", Always),
-    ("differential", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    ("differential", SNAPSHOTS, "volumesnapshots", "get list watch", Always),
+    ("differential", SNAPSHOTS, "volumesnapshotcontents", "get", Always),
     ("differential", "coordination.k8s.io", "leases", "create get update", Always),
     // Another one: the server behind kube-apiserver, and the sidecar that it calls. Their tests have only these rights.
     ("aggregated", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("aggregated", "", "configmaps", "get", Always),
-    ("aggregated", "snapshot.storage.k8s.io", "volumesnapshots", "get", Always),
-    ("aggregated", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    ("aggregated", SNAPSHOTS, "volumesnapshots", "get", Always),
+    ("aggregated", SNAPSHOTS, "volumesnapshotcontents", "get", Always),
     ("aggregated", "discovery.cbt.storage.k8s.io", "driverdiscoveries", "list", Always),
     ("aggregated", "discovery.cbt.storage.k8s.io", "driverdiscoveries/status", "patch", Always),
     ("aggregated", "discovery.cbt.storage.k8s.io", "driverdiscoveries/deltas", "create", Always),
@@ -133,49 +115,43 @@ const CALLS: [(&str, &str, &str, &str, When); 90] = [
     ("cbt-http", "discovery.cbt.storage.k8s.io", "driverdiscoveries", "create patch", Always),
     ("cbt-http", "coordination.k8s.io", "leases", "create get update", Always),
     // The audience of tokens.
-    ("csi-snapshot-metadata", "cbt.storage.k8s.io", "snapshotmetadataservices", "get", Always),
+    (SIDECAR, "cbt.storage.k8s.io", "snapshotmetadataservices", "get", Always),
     // The user of a token, and whether the user may get the snapshot.
-    ("csi-snapshot-metadata", "authentication.k8s.io", "tokenreviews", "create", Always),
-    ("csi-snapshot-metadata", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
-    ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshots", "get", Always),
-    ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    (SIDECAR, "authentication.k8s.io", "tokenreviews", "create", Always),
+    (SIDECAR, "authorization.k8s.io", "subjectaccessreviews", "create", Always),
+    (SIDECAR, SNAPSHOTS, "volumesnapshots", "get", Always),
+    (SIDECAR, SNAPSHOTS, "volumesnapshotcontents", "get", Always),
     // The class of a snapshot, or the default class, since it may name a secret.
-    ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list", Always),
-    ("csi-snapshot-metadata", "", "secrets", "get", Always),
+    (SIDECAR, SNAPSHOTS, "volumesnapshotclasses", "get list", Always),
+    (SIDECAR, "", "secrets", "get", Always),
     ("csi-attacher", "", "persistentvolumes", "list watch patch", Attach),
-    ("csi-attacher", "storage.k8s.io", "csinodes", "list watch", Attach),
-    ("csi-attacher", "storage.k8s.io", "volumeattachments", "list watch patch", Attach),
-    ("csi-attacher", "storage.k8s.io", "volumeattachments/status", "patch", Attach),
+    ("csi-attacher", STORAGE, "csinodes", "list watch", Attach),
+    ("csi-attacher", STORAGE, "volumeattachments", "list watch patch", Attach),
+    ("csi-attacher", STORAGE, "volumeattachments/status", "patch", Attach),
     ("snapshot-controller", "", "persistentvolumes", "get list watch", Always),
     ("snapshot-controller", "", "persistentvolumeclaims", "get list watch update", Always),
     ("snapshot-controller", "", "events", "create patch", Always),
-    ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list watch", Always),
+    ("snapshot-controller", SNAPSHOTS, "volumesnapshotclasses", "get list watch", Always),
     (
         "snapshot-controller",
-        "snapshot.storage.k8s.io",
+        SNAPSHOTS,
         "volumesnapshotcontents",
         "create get list watch update delete patch",
         Always,
     ),
-    ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshotcontents/status", "patch", Always),
+    ("snapshot-controller", SNAPSHOTS, "volumesnapshotcontents/status", "patch", Always),
     (
         "snapshot-controller",
-        "snapshot.storage.k8s.io",
+        SNAPSHOTS,
         "volumesnapshots",
         "create get list watch update patch delete",
         Always,
     ),
-    ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshots/status", "update patch", Always),
+    ("snapshot-controller", SNAPSHOTS, "volumesnapshots/status", "update patch", Always),
+    ("snapshot-controller", GROUPS, "volumegroupsnapshotclasses", "get list watch", Always),
     (
         "snapshot-controller",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshotclasses",
-        "get list watch",
-        Always,
-    ),
-    (
-        "snapshot-controller",
-        "groupsnapshot.storage.k8s.io",
+        GROUPS,
         "volumegroupsnapshotcontents",
         "create get list watch update delete patch",
         Always,

@@ -8,7 +8,8 @@ use std::process::Command;
 use cbt::{MapFile, SegmentIndex};
 
 use crate::faults::{is_hashed, live, until};
-use testkit::content::{Content, blocks_of, open_device};
+use testkit::content::{Content, open_device};
+use testkit::pages::{blocks, quoted, read, rows, section};
 use testkit::{BLOCK, PoolKind, Rig};
 
 /// The pages that name commands, flags and make targets.
@@ -24,10 +25,6 @@ const PAGES: [&str; 7] = [
 
 fn pages() -> String {
     PAGES.map(read).concat()
-}
-
-fn read(name: &str) -> String {
-    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).expect(name)
 }
 
 fn help(program: &str, subcommand: &str) -> String {
@@ -69,9 +66,7 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
         "cbt-earlier aggregated",
         "cbt-earlier cbt-http",
     ] {
-        let heading = format!("Flags of `{program}`");
-        let section = reference.split("\n## ").find(|section| section.starts_with(&heading));
-        real.extend(words(section.expect("the section of its flags"), "--"));
+        real.extend(words(section(&reference, &format!("Flags of `{program}`")), "--"));
     }
     // The pages also mention flags of other programs and of the scripts:
     // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, the community sidecar's in docs/conformance.md.
@@ -105,20 +100,17 @@ fn every_target_in_the_pages_exists() {
 #[test]
 fn every_parameter_in_the_reference_is_accepted() {
     use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
+    let page = read("docs/reference.md");
     let classes = ["| StorageClass |", "| VolumeSnapshotClass |", "| VolumeAttributesClass |"];
-    let rows: Vec<Vec<String>> = read("docs/reference.md")
-        .lines()
-        .filter(|line| classes.iter().any(|class| line.starts_with(class)))
-        .map(|line| line.split('|').map(|cell| cell.trim().to_owned()).collect())
-        .collect();
-    assert_eq!(rows.len(), 6);
-    for row in rows {
-        let name = row[2].trim_matches('`').to_owned();
-        let values: Vec<&str> = row[3].split('`').skip(1).step_by(2).collect();
+    let of_classes: Vec<Vec<&str>> = classes.iter().flat_map(|class| rows(&page, class)).collect();
+    assert_eq!(of_classes.len(), 6);
+    for row in of_classes {
+        let name = row[1].trim_matches('`').to_owned();
+        let values: Vec<&str> = quoted(row[2]).collect();
         assert!(!values.is_empty(), "{name} has no values");
         for value in values {
             let parameters = std::collections::HashMap::from([(name.clone(), value.to_owned())]);
-            match row[1].as_str() {
+            match row[0] {
                 "VolumeAttributesClass" => drop(parse_tuning(&parameters).expect("a value of the reference")),
                 "StorageClass" => {
                     drop(VolumeParameters::parse(&parameters).expect("a value of the reference"))
@@ -163,8 +155,7 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
     until("the third is compared", || is_compared(&rig, &third)).await;
     assert_eq!(members(&live(&rig, &third).changed()), [2, 4, 5], "{pool:?}");
-    let list = rig.client.delta(&first, &third, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), [0, 5], "{pool:?}");
+    assert_eq!(rig.changed(&first, &third).await, [0, 5], "{pool:?}");
 
     let dir = live(&rig, &third);
     let map = std::fs::read(dir.changed()).expect("read");
@@ -214,12 +205,11 @@ async fn the_certificates_of_the_router_page_are_believed() {
     let manifest: serde_json::Value = serde_json::from_slice(&manifest).expect("JSON");
     let key = manifest["key"].as_str().expect("a key");
     let page = read("docs/router.md");
-    let blocks = page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
-    let script: String = blocks.filter(|block| block.contains("openssl")).collect();
+    let commands = blocks(&page, "sh").into_iter().filter(|block| block.contains("openssl"));
+    let script = commands.collect::<Vec<_>>().join("\n");
     let script = script.replace("key=0123abcd", &format!("key={key}"));
     let dir = testkit::temp_dir();
-    let made = Command::new("bash").args(["-euc", &script]).current_dir(dir.path()).output().expect("bash");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    testkit::ok(Command::new("bash").args(["-euc", &script]).current_dir(dir.path()));
     let listen = format!("127.0.0.1:{}", testkit::free_port());
     rig.terminate();
     let flags = |prefix: &str, name: &str| {
@@ -246,8 +236,7 @@ fn the_examples_in_the_format_are_records() {
         serde_json::to_value(record).expect("JSON")
     }
     let page = read("docs/format.md");
-    let examples: Vec<&str> =
-        page.split("```json\n").skip(1).map(|rest| rest.split("```").next().expect("an example")).collect();
+    let examples = blocks(&page, "json");
     let [volume, snapshot, state] = examples[..] else { panic!("{} examples", examples.len()) };
     let records =
         [again::<VolumeRecord>(volume), again::<SnapshotRecord>(snapshot), again::<VolumeState>(state)];

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use csi_client::{from_snapshot, mount_capability, new_volume};
 use tonic::Code;
@@ -167,11 +167,7 @@ impl Writer {
                 }
             }
         });
-        let deadline = Instant::now() + Duration::from_secs(30);
-        while written.load(Ordering::Relaxed) == 0 {
-            assert!(Instant::now() < deadline, "the writer wrote nothing in 30 s");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        testkit::until("the writer writes", || written.load(Ordering::Relaxed) > 0);
         Writer { stop, written, thread: Some(thread) }
     }
 

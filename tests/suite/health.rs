@@ -148,8 +148,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         .collect();
     assert_eq!(labels, BTreeSet::from(["code", "le", "method", "outcome", "output", "state"]));
     assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's text is a label");
-    let documented =
-        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference.md")).expect("the page");
+    let documented = testkit::pages::read("docs/reference.md");
     let help = metrics.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next());
     for name in help {
         assert!(documented.contains(&format!("`{name}`")), "the reference does not name {name}");

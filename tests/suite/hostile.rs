@@ -52,162 +52,89 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
     for id in hostile_ids() {
         let (controller, node) = (&mut rig.client.controller, &mut rig.client.node);
         macro_rules! answers {
-            ($code:expr, $client:ident . $method:ident ( $request:ident { $($field:ident : $value:expr),* $(,)? } )) => {
+            ($($code:ident: $client:ident.$method:ident $request:ident { $($field:ident: $value:expr),* };)*) => {$(
                 let answer = $client.$method(proto::$request { $($field: $value,)* ..Default::default() }).await;
                 let code = answer.map_or_else(|status| status.code(), |_| Code::Ok);
-                assert_eq!(code, $code, "{} of {:.40?}", stringify!($method), id);
-            };
+                assert_eq!(code, Code::$code, "{} of {:.40?}", stringify!($method), id);
+            )*};
         }
         // Deleting an unknown object succeeds.
-        answers!(Code::Ok, controller.delete_volume(DeleteVolumeRequest { volume_id: id.clone() }));
-        answers!(Code::Ok, controller.delete_snapshot(DeleteSnapshotRequest { snapshot_id: id.clone() }));
-        answers!(
-            Code::Ok,
-            controller.controller_unpublish_volume(ControllerUnpublishVolumeRequest {
-                volume_id: id.clone(),
-                node_id: "node-1".into(),
-            })
-        );
-        answers!(
-            Code::Ok,
-            node.node_unpublish_volume(NodeUnpublishVolumeRequest {
-                volume_id: id.clone(),
-                target_path: target.clone(),
-            })
-        );
-        answers!(
-            Code::Ok,
-            node.node_unstage_volume(NodeUnstageVolumeRequest {
-                volume_id: id.clone(),
-                staging_target_path: path.clone(),
-            })
-        );
+        answers! {
+            Ok: controller.delete_volume DeleteVolumeRequest { volume_id: id.clone() };
+            Ok: controller.delete_snapshot DeleteSnapshotRequest { snapshot_id: id.clone() };
+            Ok: controller.controller_unpublish_volume ControllerUnpublishVolumeRequest {
+                volume_id: id.clone(), node_id: "node-1".into()
+            };
+            Ok: node.node_unpublish_volume NodeUnpublishVolumeRequest {
+                volume_id: id.clone(), target_path: target.clone()
+            };
+            Ok: node.node_unstage_volume NodeUnstageVolumeRequest {
+                volume_id: id.clone(), staging_target_path: path.clone()
+            };
+        }
         // A filter without a match lists nothing.
         for (source_volume_id, snapshot_id) in [(id.clone(), String::new()), (String::new(), id.clone())] {
             let request = proto::ListSnapshotsRequest { source_volume_id, snapshot_id, ..Default::default() };
             let list = controller.list_snapshots(request).await.expect("list").into_inner();
             assert!(list.entries.is_empty() && list.next_token.is_empty());
         }
-        answers!(Code::NotFound, controller.get_snapshot(GetSnapshotRequest { snapshot_id: id.clone() }));
-        answers!(
-            Code::NotFound,
-            controller.controller_get_volume(ControllerGetVolumeRequest { volume_id: id.clone() })
-        );
-        answers!(
-            Code::NotFound,
-            controller
-                .controller_get_volume_health(ControllerGetVolumeHealthRequest { volume_id: id.clone() })
-        );
-        answers!(
-            Code::NotFound,
-            controller.controller_expand_volume(ControllerExpandVolumeRequest {
-                volume_id: id.clone(),
-                capacity_range: range,
-            })
-        );
-        answers!(
-            Code::NotFound,
-            controller.controller_modify_volume(ControllerModifyVolumeRequest {
-                volume_id: id.clone(),
-                mutable_parameters: [("directIO".to_owned(), "true".to_owned())].into(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            controller.controller_publish_volume(ControllerPublishVolumeRequest {
-                volume_id: id.clone(),
-                node_id: "node-1".into(),
-                volume_capability: capability.clone(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            controller.controller_publish_volume(ControllerPublishVolumeRequest {
-                volume_id: volume.volume_id.clone(),
-                node_id: id.clone(),
-                volume_capability: capability.clone(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            controller.validate_volume_capabilities(ValidateVolumeCapabilitiesRequest {
-                volume_id: id.clone(),
-                volume_capabilities: vec![block_capability()],
-            })
-        );
-        answers!(
-            Code::NotFound,
-            controller.create_snapshot(CreateSnapshotRequest {
-                name: "of nothing".into(),
-                source_volume_id: id.clone(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            node.node_stage_volume(NodeStageVolumeRequest {
-                volume_id: id.clone(),
-                staging_target_path: path.clone(),
-                volume_capability: capability.clone(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            node.node_publish_volume(NodePublishVolumeRequest {
-                volume_id: id.clone(),
-                staging_target_path: path.clone(),
-                target_path: target.clone(),
-                volume_capability: capability.clone(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            node.node_get_volume_stats(NodeGetVolumeStatsRequest {
-                volume_id: id.clone(),
-                volume_path: path.clone(),
-            })
-        );
-        answers!(
-            Code::NotFound,
-            node.node_get_volume_health(NodeGetVolumeHealthRequest { volume_id: id.clone() })
-        );
-        answers!(
-            Code::NotFound,
-            node.node_expand_volume(NodeExpandVolumeRequest {
-                volume_id: id.clone(),
-                volume_path: path.clone(),
-            })
-        );
+        answers! {
+            NotFound: controller.get_snapshot GetSnapshotRequest { snapshot_id: id.clone() };
+            NotFound: controller.controller_get_volume ControllerGetVolumeRequest { volume_id: id.clone() };
+            NotFound: controller.controller_get_volume_health ControllerGetVolumeHealthRequest {
+                volume_id: id.clone()
+            };
+            NotFound: controller.controller_expand_volume ControllerExpandVolumeRequest {
+                volume_id: id.clone(), capacity_range: range
+            };
+            NotFound: controller.controller_modify_volume ControllerModifyVolumeRequest {
+                volume_id: id.clone(), mutable_parameters: [("directIO".to_owned(), "true".to_owned())].into()
+            };
+            NotFound: controller.controller_publish_volume ControllerPublishVolumeRequest {
+                volume_id: id.clone(), node_id: "node-1".into(), volume_capability: capability.clone()
+            };
+            NotFound: controller.controller_publish_volume ControllerPublishVolumeRequest {
+                volume_id: volume.volume_id.clone(), node_id: id.clone(), volume_capability: capability.clone()
+            };
+            NotFound: controller.validate_volume_capabilities ValidateVolumeCapabilitiesRequest {
+                volume_id: id.clone(), volume_capabilities: vec![block_capability()]
+            };
+            NotFound: controller.create_snapshot CreateSnapshotRequest {
+                name: "of nothing".into(), source_volume_id: id.clone()
+            };
+            NotFound: node.node_stage_volume NodeStageVolumeRequest {
+                volume_id: id.clone(), staging_target_path: path.clone(), volume_capability: capability.clone()
+            };
+            NotFound: node.node_publish_volume NodePublishVolumeRequest {
+                volume_id: id.clone(), staging_target_path: path.clone(), target_path: target.clone(), volume_capability: capability.clone()
+            };
+            NotFound: node.node_get_volume_stats NodeGetVolumeStatsRequest {
+                volume_id: id.clone(), volume_path: path.clone()
+            };
+            NotFound: node.node_get_volume_health NodeGetVolumeHealthRequest { volume_id: id.clone() };
+            NotFound: node.node_expand_volume NodeExpandVolumeRequest {
+                volume_id: id.clone(), volume_path: path.clone()
+            };
+        }
         let (groups, metadata) = (&mut rig.client.groups, &mut rig.client.metadata);
-        answers!(
-            Code::Ok,
-            groups.delete_volume_group_snapshot(DeleteVolumeGroupSnapshotRequest {
-                group_snapshot_id: id.clone(),
-                snapshot_ids: vec![id.clone()],
-            })
-        );
-        answers!(
-            Code::NotFound,
-            groups.get_volume_group_snapshot(GetVolumeGroupSnapshotRequest { group_snapshot_id: id.clone() })
-        );
-        answers!(
-            Code::NotFound,
-            groups.create_volume_group_snapshot(CreateVolumeGroupSnapshotRequest {
-                name: "of nothing".into(),
-                source_volume_ids: vec![volume.volume_id.clone(), id.clone()],
-            })
-        );
-        answers!(
-            Code::NotFound,
-            metadata.get_metadata_allocated(GetMetadataAllocatedRequest { snapshot_id: id.clone() })
-        );
+        answers! {
+            Ok: groups.delete_volume_group_snapshot DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id: id.clone(), snapshot_ids: vec![id.clone()]
+            };
+            NotFound: groups.get_volume_group_snapshot GetVolumeGroupSnapshotRequest {
+                group_snapshot_id: id.clone()
+            };
+            NotFound: groups.create_volume_group_snapshot CreateVolumeGroupSnapshotRequest {
+                name: "of nothing".into(), source_volume_ids: vec![volume.volume_id.clone(), id.clone()]
+            };
+            NotFound: metadata.get_metadata_allocated GetMetadataAllocatedRequest { snapshot_id: id.clone() };
+        }
         for (base, target) in [(&id, &real), (&real, &id)] {
-            answers!(
-                Code::NotFound,
-                metadata.get_metadata_delta(GetMetadataDeltaRequest {
-                    base_snapshot_id: base.clone(),
-                    target_snapshot_id: target.clone(),
-                })
-            );
+            answers! {
+                NotFound: metadata.get_metadata_delta GetMetadataDeltaRequest {
+                    base_snapshot_id: base.clone(), target_snapshot_id: target.clone()
+                };
+            }
         }
         let mut request = new_volume("from nothing", MIB, block_capability());
         request.volume_content_source = Some(csi_client::from_snapshot(&id));

@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability, new_volume, stage_of};
 use deltapath::sys::mount;
 use tonic::Code;
 
@@ -43,12 +43,7 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
             let request = publish_at(&rig, &volume, link, capability.clone(), false);
             let refused = rig.client.node.node_publish_volume(request).await.expect_err("publish");
             names(refused, "target_path", link);
-            let stage = proto::NodeStageVolumeRequest {
-                volume_id: volume.clone(),
-                staging_target_path: link.display().to_string(),
-                volume_capability: Some(capability.clone()),
-                ..Default::default()
-            };
+            let stage = stage_of(&volume, &link, capability.clone());
             let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
             names(refused, "staging_target_path", link);
             let unpublish = proto::NodeUnpublishVolumeRequest {

@@ -190,8 +190,7 @@ async fn snapshots_that_make_no_pair_are_refused() {
         assert_eq!(code(rig.client.allocated(id, 0, 0).await), expected, "{id}");
     }
     // The first snapshot of a restored volume that was not written has the content of the source.
-    let list = rig.client.allocated(&other, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), pair.after.allocated(BLOCK));
+    assert_eq!(rig.allocated(&other).await, pair.after.allocated(BLOCK));
     rig.finish();
 }
 
@@ -203,10 +202,11 @@ async fn metadata_outlives_the_volume_and_a_restart(pool: PoolKind) {
     let pair = pair(&mut rig).await;
     rig.client.delete_volume(&pair.volume).await.expect("delete");
     for _ in 0..2 {
-        let delta = rig.client.delta(&pair.first, &pair.second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), pair.after.changed_since(&pair.before, BLOCK));
-        let allocated = rig.client.allocated(&pair.first, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&allocated, BLOCK), pair.before.allocated(BLOCK));
+        assert_eq!(
+            rig.changed(&pair.first, &pair.second).await,
+            pair.after.changed_since(&pair.before, BLOCK)
+        );
+        assert_eq!(rig.allocated(&pair.first).await, pair.before.allocated(BLOCK));
         rig.kill();
         rig.start_again().await;
     }
@@ -224,8 +224,7 @@ async fn without_tracking_there_are_no_deltas_and_allocated_works(pool: PoolKind
     content.write(&device, 5, 9, 1);
     let first = rig.snapshot("first", &volume).await;
     let second = rig.snapshot("second", &volume).await;
-    let list = rig.client.allocated(&second, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    assert_eq!(rig.allocated(&second).await, content.allocated(BLOCK));
     let error = rig.client.delta(&first, &second, 0, 0).await.expect_err("no delta");
     assert_eq!(error.code(), Code::FailedPrecondition);
     assert!(error.to_string().contains("changedBlockTracking"), "{error}");

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability, new_volume, stage_of};
 use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
@@ -52,12 +52,7 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
     let path = rig.dir.path().join("staging");
     std::fs::create_dir(&path).expect("mkdir");
     let mut node = rig.client.node.clone();
-    let stage = |volume: &str| proto::NodeStageVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: path.display().to_string(),
-        volume_capability: Some(mount_capability("ext4")),
-        ..Default::default()
-    };
+    let stage = |volume: &str| stage_of(volume, &path, mount_capability("ext4"));
     let unstage = |volume: &str| proto::NodeUnstageVolumeRequest {
         volume_id: volume.to_owned(),
         staging_target_path: path.display().to_string(),
@@ -90,12 +85,7 @@ async fn what_is_not_ours_is_never_undone() {
     std::fs::write(target.join("file"), "kept").expect("write");
     let staging = kubelet.join(&volumes[0]).join("staging");
 
-    let stage = proto::NodeStageVolumeRequest {
-        volume_id: volumes[1].clone(),
-        staging_target_path: staging.display().to_string(),
-        volume_capability: Some(mount_capability("ext4")),
-        ..Default::default()
-    };
+    let stage = stage_of(&volumes[1], &staging, mount_capability("ext4"));
     assert_eq!(status_code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
     let unstage = proto::NodeUnstageVolumeRequest {
         volume_id: volumes[1].clone(),
@@ -125,12 +115,7 @@ async fn what_is_not_ours_is_never_undone() {
     rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
     let staging = kubelet.join(&raw).join("staging");
     std::fs::create_dir_all(&staging).expect("mkdir");
-    let stage = proto::NodeStageVolumeRequest {
-        volume_id: raw.clone(),
-        staging_target_path: staging.display().to_string(),
-        volume_capability: Some(block_capability()),
-        ..Default::default()
-    };
+    let stage = stage_of(&raw, &staging, block_capability());
     rig.client.node.node_stage_volume(stage).await.expect("stage");
     let over = publish_at(&rig, &raw, &file, block_capability(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
@@ -184,12 +169,11 @@ async fn two_volumes_never_share_a_place() {
     let mut stages = Vec::new();
     for name in ["one", "two"] {
         let request = new_volume(name, 64 * MIB, mount_capability("ext4"));
-        stages.push(proto::NodeStageVolumeRequest {
-            volume_id: rig.client.create_volume(request).await.expect("create").volume_id,
-            staging_target_path: place.display().to_string(),
-            volume_capability: Some(mount_capability("ext4")),
-            ..Default::default()
-        });
+        stages.push(stage_of(
+            &rig.client.create_volume(request).await.expect("create").volume_id,
+            &place,
+            mount_capability("ext4"),
+        ));
     }
     let (mut one, mut two) = (rig.client.node.clone(), rig.client.node.clone());
     let (one, two) =

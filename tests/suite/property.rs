@@ -370,7 +370,20 @@ fn offset() -> impl Strategy<Value = (u64, i32)> {
 }
 
 /// `routed`: the number of drivers behind a router. Restored and cloned volumes are made on each node in turn.
-fn lives(pool: PoolKind, routed: Option<usize>, style: &'static str) {
+#[apply(root_cases)]
+#[case::dir_variable(PoolKind::Dir, None, "variable")]
+#[case::dir_fixed(PoolKind::Dir, None, "fixed")]
+#[case::xfs_variable(PoolKind::Xfs, None, "variable")]
+#[case::xfs_fixed(PoolKind::Xfs, None, "fixed")]
+#[case::btrfs_variable(PoolKind::Btrfs, None, "variable")]
+#[case::btrfs_fixed(PoolKind::Btrfs, None, "fixed")]
+#[case::two_nodes(PoolKind::Xfs, Some(2), "variable")]
+#[case::three_nodes(PoolKind::Dir, Some(3), "fixed")]
+fn any_life_gives_exact_deltas(
+    #[case] pool: PoolKind,
+    #[case] routed: Option<usize>,
+    #[case] style: &'static str,
+) {
     let runtime = Runtime::new().expect("runtime");
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(40);
     let mut runner = TestRunner::new(Config {
@@ -417,52 +430,4 @@ fn lives(pool: PoolKind, routed: Option<usize>, style: &'static str) {
         panic!("{}\n{error}", log.take());
     }
     rig.into_inner().finish();
-}
-
-#[test_with::root]
-#[test]
-fn any_life_gives_exact_deltas_on_dir_variable() {
-    lives(PoolKind::Dir, None, "variable");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_gives_exact_deltas_on_dir_fixed() {
-    lives(PoolKind::Dir, None, "fixed");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_gives_exact_deltas_on_xfs_variable() {
-    lives(PoolKind::Xfs, None, "variable");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_gives_exact_deltas_on_xfs_fixed() {
-    lives(PoolKind::Xfs, None, "fixed");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_gives_exact_deltas_on_btrfs_variable() {
-    lives(PoolKind::Btrfs, None, "variable");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_gives_exact_deltas_on_btrfs_fixed() {
-    lives(PoolKind::Btrfs, None, "fixed");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_on_two_nodes_behind_a_router_gives_exact_deltas() {
-    lives(PoolKind::Xfs, Some(2), "variable");
-}
-
-#[test_with::root]
-#[test]
-fn any_life_on_three_nodes_behind_a_router_gives_exact_deltas() {
-    lives(PoolKind::Dir, Some(3), "fixed");
 }

@@ -37,8 +37,11 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
             rig.start_again().await;
         }
         let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
-        let list = rig.client.delta(&base.0, &target, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&base.1, BLOCK), "{pool:?} {round}");
+        assert_eq!(
+            rig.changed(&base.0, &target).await,
+            content.changed_since(&base.1, BLOCK),
+            "{pool:?} {round}"
+        );
         let changed = MapFile::open(&live(&rig, &target).changed()).expect("changed");
         let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
         assert_eq!(built_on.snapshot.as_str(), base.0);
@@ -194,13 +197,11 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     content.discard(&device, 5, 5);
     let second = rig.snapshot("second", &volume).await;
     let expected = content.changed_since(&before, BLOCK);
-    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: while it is being hashed");
+    assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: while it is being hashed");
     hashed(&rig, &[&first, &second]).await;
     let changed = live(&rig, &second).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
-    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: when it is hashed");
+    assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: when it is hashed");
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
     rig.detach(&volume).await;
@@ -249,10 +250,8 @@ async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
         let sound = std::fs::read(&path).expect("read");
         for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
             flip(&path, at);
-            let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-            assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?} {} byte {at}", path.display());
-            let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
-            assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{} byte {at}", path.display());
+            assert_eq!(rig.changed(&base, &target).await, expected, "{pool:?} {} byte {at}", path.display());
+            assert_eq!(rig.allocated(&target).await, after.allocated(BLOCK), "{} byte {at}", path.display());
             std::fs::write(&path, &sound).expect("restore");
         }
     }
@@ -287,17 +286,14 @@ async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
     read();
     flip(&dir.allocated(), 0);
     let changed = after.changed_since(before, BLOCK);
-    let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}");
-    let list = rig.client.allocated(target, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{pool:?}");
+    assert_eq!(rig.changed(base, target).await, changed, "{pool:?}");
+    assert_eq!(rig.allocated(target).await, after.allocated(BLOCK), "{pool:?}");
     let header = MapFile::open(&dir.pending()).expect("open").header().clone();
     std::fs::remove_file(dir.allocated()).expect("remove");
     let mut map = MapWriter::create(&dir.allocated(), header).expect("create");
     map.insert(BlockRange::new(0, 200)).expect("insert");
     map.finish().expect("finish");
-    let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}: the hash of another snapshot counted");
+    assert_eq!(rig.changed(base, target).await, changed, "{pool:?}: the hash of another snapshot counted");
     rig.detach_and_finish(&volume).await;
 }
 
@@ -360,12 +356,10 @@ async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
     let mut theirs = before.clone();
     theirs.write(&restored_device, 70, 5, 3);
     let target = rig.snapshot("target", &volume).await;
-    let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK), "{pool:?}");
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK), "{pool:?}");
     // The first snapshot of the restored volume builds on the restored snapshot, which is of another volume.
     let first = rig.snapshot("its first", &restored).await;
-    let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
+    assert_eq!(rig.allocated(&first).await, theirs.allocated(BLOCK), "{pool:?}");
     hashed(&rig, &[&first]).await;
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
@@ -478,8 +472,11 @@ async fn a_birth_that_can_not_be_loses_no_change() {
         content.write(&device, 50, 3, 10 + round as u8);
         content.discard(&device, 7 + round as u64, 1);
         let second = rig.snapshot(&format!("second {round}"), &volume).await;
-        let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK), "birth {birth}");
+        assert_eq!(
+            rig.changed(&first, &second).await,
+            content.changed_since(&before, BLOCK),
+            "birth {birth}"
+        );
     }
     rig.detach_and_finish(&volume).await;
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, delta_of, mount_capability, new_volume, stage_of};
 use proto::volume_capability::AccessType;
 
 use testkit::{MIB, PoolKind, Rig};
@@ -62,11 +62,8 @@ async fn no_secret_is_logged_stored_or_reported() {
     std::fs::create_dir(&staging).expect("mkdir");
     for volume_id in [&volume, &filesystem] {
         let stage = proto::NodeStageVolumeRequest {
-            volume_id: volume_id.clone(),
-            staging_target_path: staging.display().to_string(),
-            volume_capability: Some(mounted.clone()),
             secrets: secrets(),
-            ..Default::default()
+            ..stage_of(&volume_id, &staging, mounted.clone())
         };
         errors.push(rig.client.node.node_stage_volume(stage).await.expect_err("a refused flag").to_string());
     }
@@ -88,12 +85,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     let mut stream =
         rig.client.metadata.get_metadata_allocated(allocated).await.expect("stream").into_inner();
     while stream.message().await.expect("message").is_some() {}
-    let delta = proto::GetMetadataDeltaRequest {
-        base_snapshot_id: snapshot.clone(),
-        target_snapshot_id: "unknown".into(),
-        secrets: secrets(),
-        ..Default::default()
-    };
+    let delta = proto::GetMetadataDeltaRequest { secrets: secrets(), ..delta_of(&snapshot, "unknown") };
     errors.push(rig.client.metadata.get_metadata_delta(delta).await.expect_err("unknown").to_string());
 
     let list = proto::ListSnapshotsRequest { secrets: secrets(), ..Default::default() };

@@ -215,28 +215,19 @@ impl Drop for Detach {
 /// The tests and fuzz targets that SECURITY.md names exist.
 #[test]
 fn every_test_and_fuzz_target_that_security_md_names_exists() {
-    let home = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let text = std::fs::read_to_string(home.join("SECURITY.md")).expect("SECURITY.md");
-    let names: Vec<&str> = text.split('`').skip(1).step_by(2).filter(|name| name.contains("::")).collect();
-    assert!(names.len() > 25, "{names:?}");
-    for name in names {
-        let (file, test) = name.split_once("::").expect("file::test");
-        let has_test = |suite: &str| {
-            let source = std::fs::read_to_string(home.join(suite).join(format!("{file}.rs")));
-            source.is_ok_and(|source| source.contains(&format!("fn {test}(")))
-        };
-        let found = ["tests/suite", "crates/kit/gateway/tests/suite", "crates/kit/router/tests/suite"]
-            .into_iter()
-            .any(has_test);
-        assert!(found, "SECURITY.md names {name}, which is no test");
-    }
+    let text = testkit::pages::read("SECURITY.md");
+    let suites = ["tests/suite", "crates/kit/gateway/tests/suite", "crates/kit/router/tests/suite"];
+    assert!(testkit::pages::assert_has_tests(&text, &suites) > 25);
     let targets = text.split("fuzz target").skip(1).flat_map(|rest| {
         let list = rest.trim_start_matches('s').split([']', '.']).next().unwrap_or("");
-        list.split('`').skip(1).step_by(2).collect::<Vec<_>>()
+        testkit::pages::quoted(list).collect::<Vec<_>>()
     });
     let targets: HashSet<&str> = targets.collect();
     assert!(targets.len() > 7, "{targets:?}");
     for target in targets {
-        assert!(home.join("fuzz/corpus").join(target).is_dir(), "SECURITY.md names the fuzz target {target}");
+        assert!(
+            Path::new(testkit::HOME).join("fuzz/corpus").join(target).is_dir(),
+            "SECURITY.md names the fuzz target {target}"
+        );
     }
 }

@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 #[cfg(feature = "failpoints")]
+use csi_client::delta_of;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tonic::{Code, Request};
@@ -41,11 +42,7 @@ async fn a_deadline_midway_never_ends_with_ok() {
     let (first, second, last) = needle(&mut rig, 512).await;
     let (mut whole, mut cut) = (0, 0);
     for micros in (0..60_000).step_by(1500) {
-        let mut request = Request::new(GetMetadataDeltaRequest {
-            base_snapshot_id: first.clone(),
-            target_snapshot_id: second.clone(),
-            ..Default::default()
-        });
+        let mut request = Request::new(delta_of(&first, &second));
         request.set_timeout(Duration::from_micros(micros));
         let mut found = Vec::new();
         let ended = async {
@@ -125,11 +122,7 @@ async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str
             let data = std::fs::File::open(data).expect("open");
             posix_fadvise(&data, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).expect("drop the cache");
         }
-        let request = GetMetadataDeltaRequest {
-            base_snapshot_id: first.clone(),
-            target_snapshot_id: second.clone(),
-            ..Default::default()
-        };
+        let request = delta_of(&first, &second);
         let mut stream = rig.client.metadata.get_metadata_delta(request).await.expect("opened").into_inner();
         // It comes after a few milliseconds without a tuple; the only tuple comes in the end.
         let message = stream.message().await.expect("a message").expect("a message");
@@ -160,11 +153,7 @@ async fn a_gone_client_leaves_no_stream_behind() {
             stream.message().await.expect("a message");
         }
         drop(stream);
-        let delta = GetMetadataDeltaRequest {
-            base_snapshot_id: first.clone(),
-            target_snapshot_id: second.clone(),
-            ..Default::default()
-        };
+        let delta = delta_of(&first, &second);
         drop(rig.client.metadata.get_metadata_delta(delta).await.expect("opened"));
     }
     let mut after = open_files(rig.pid());
@@ -216,11 +205,7 @@ async fn stalled_streams_delay_nobody() {
 async fn silent_streams_take_turns_with_others() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, _) = needle(&mut rig, 512).await;
-    let request = GetMetadataDeltaRequest {
-        base_snapshot_id: first.clone(),
-        target_snapshot_id: second,
-        ..Default::default()
-    };
+    let request = delta_of(&first, &second);
     let mut silent = tokio::task::JoinSet::new();
     for _ in 0..64 {
         let stream = rig.client.metadata.get_metadata_delta(request.clone()).await.expect("opened");
@@ -245,11 +230,7 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots(pool: PoolKind, #[value
         GetMetadataAllocatedRequest { snapshot_id: first.clone(), max_results: 100, ..Default::default() };
     let mut allocated =
         rig.client.metadata.get_metadata_allocated(allocated).await.expect("opened").into_inner();
-    let delta = GetMetadataDeltaRequest {
-        base_snapshot_id: first.clone(),
-        target_snapshot_id: second.clone(),
-        ..Default::default()
-    };
+    let delta = delta_of(&first, &second);
     let mut delta = rig.client.metadata.get_metadata_delta(delta).await.expect("opened").into_inner();
     rig.client.delete_snapshot(&first).await.expect("delete");
     rig.client.delete_snapshot(&second).await.expect("delete");
@@ -298,11 +279,7 @@ async fn large_blocks_take_no_more_memory() {
     let idle = memory_of(rig.pid());
     let mut streams = tokio::task::JoinSet::new();
     for _ in 0..200 {
-        let request = GetMetadataDeltaRequest {
-            base_snapshot_id: first.clone(),
-            target_snapshot_id: second.clone(),
-            ..Default::default()
-        };
+        let request = delta_of(&first, &second);
         let mut client = rig.client.metadata.clone();
         streams.spawn(async move {
             let mut stream = client.get_metadata_delta(request).await.expect("opened").into_inner();
@@ -361,12 +338,7 @@ async fn stalled_streams(mibs: i64) {
             // A connection's window is shared by its streams, so there are several connections.
             let mut client = narrow_client(&rig.socket()).await;
             for _ in 0..8 {
-                let request = GetMetadataDeltaRequest {
-                    base_snapshot_id: first.clone(),
-                    target_snapshot_id: second.clone(),
-                    max_results: 16384,
-                    ..Default::default()
-                };
+                let request = GetMetadataDeltaRequest { max_results: 16384, ..delta_of(&first, &second) };
                 stalled.push(client.get_metadata_delta(request).await.expect("opened").into_inner());
             }
         }

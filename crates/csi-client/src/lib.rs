@@ -110,6 +110,29 @@ pub fn new_volume(name: &str, bytes: i64, capability: VolumeCapability) -> proto
     }
 }
 
+/// A NodeStageVolume request with nothing else asked.
+pub fn stage_of(
+    volume_id: &str,
+    staging: &Path,
+    capability: VolumeCapability,
+) -> proto::NodeStageVolumeRequest {
+    proto::NodeStageVolumeRequest {
+        volume_id: volume_id.to_owned(),
+        staging_target_path: text(staging),
+        volume_capability: Some(capability),
+        ..Default::default()
+    }
+}
+
+/// A GetMetadataDelta request for all of a delta.
+pub fn delta_of(base: &str, target: &str) -> proto::GetMetadataDeltaRequest {
+    proto::GetMetadataDeltaRequest {
+        base_snapshot_id: base.to_owned(),
+        target_snapshot_id: target.to_owned(),
+        ..Default::default()
+    }
+}
+
 impl Client {
     /// Connects to the socket at `path`, waiting up to `patience` for a driver to answer there.
     pub async fn connect(path: &Path, patience: Duration) -> Result<Self, tonic::transport::Error> {
@@ -229,12 +252,7 @@ impl Client {
             call: "NodeStageVolume",
             status: Status::internal(format!("make {}: {error}", place.staging.display())),
         })?;
-        let stage = proto::NodeStageVolumeRequest {
-            volume_id: volume_id.to_owned(),
-            staging_target_path: text(&place.staging),
-            volume_capability: Some(capability.clone()),
-            ..Default::default()
-        };
+        let stage = stage_of(volume_id, &place.staging, capability.clone());
         self.node.node_stage_volume(stage).await.map_err(Error::of("NodeStageVolume"))?;
         let publish = proto::NodePublishVolumeRequest {
             volume_id: volume_id.to_owned(),

@@ -2,7 +2,7 @@
 
 use tonic::{Status, Streaming};
 
-use super::{Client, Error, Result};
+use super::{Client, Error, Result, delta_of};
 use proto::{BlockMetadata, BlockMetadataType};
 
 /// A range of bytes as a stream lists it.
@@ -77,13 +77,8 @@ impl Client {
         max_results: i32,
     ) -> Result<BlockList> {
         const CALL: &str = "GetMetadataDelta";
-        let request = proto::GetMetadataDeltaRequest {
-            base_snapshot_id: base_snapshot_id.to_owned(),
-            target_snapshot_id: target_snapshot_id.to_owned(),
-            starting_offset: offset,
-            max_results,
-            ..Default::default()
-        };
+        let whole = delta_of(base_snapshot_id, target_snapshot_id);
+        let request = proto::GetMetadataDeltaRequest { starting_offset: offset, max_results, ..whole };
         let stream = self.metadata.get_metadata_delta(request).await.map_err(Error::of(CALL))?;
         collect(stream.into_inner()).await.map_err(Error::of(CALL))
     }

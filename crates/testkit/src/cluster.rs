@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability};
 use nix::sys::signal::Signal;
@@ -18,8 +17,7 @@ use crate::{PoolKind, Rig, STARTED_BY, free_port};
 
 /// The name of the cluster in certificates.
 pub const CLUSTER: &str = "cluster.test";
-/// How long anything may take to become true.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub use crate::{PATIENCE, eventually};
 
 /// A CA, and what it signs.
 pub struct Authority {
@@ -261,14 +259,6 @@ impl Cluster {
         for node in self.nodes.drain(..) {
             node.rig.finish();
         }
-    }
-}
-
-pub async fn eventually(what: &str, mut is: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !is().await {
-        assert!(Instant::now() < deadline, "never: {what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 

@@ -8,11 +8,22 @@ use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 
+use crate::pages;
+
 /// Serves until it is dropped.
 pub struct Lab {
     pub child: Child,
     /// What it reported when it was ready.
     pub ready: Value,
+}
+
+/// Names of conformance cases with spaces between them: `*-order` is that case of both streams.
+pub fn named(cases: &str) -> Vec<String> {
+    let streams = |case: &str| match case.strip_prefix('*') {
+        Some(rest) => vec![format!("allocated{rest}"), format!("delta{rest}")],
+        None => vec![case.to_owned()],
+    };
+    cases.split(' ').flat_map(streams).collect()
 }
 
 /// The table of docs/faults.md of what clients make of each fault in a delta: the cells of each row.
@@ -26,12 +37,10 @@ pub fn tools_table() -> Vec<Vec<String>> {
 }
 
 fn table(heading: &str) -> Vec<Vec<String>> {
-    let page = std::fs::read_to_string(Path::new(crate::HOME).join("docs/faults.md")).expect("the page");
-    let (_, section) = page.split_once(&format!("\n## {heading}\n")).expect("the section");
-    let section = section.split("\n## ").next().unwrap_or_default();
-    let rows = section.lines().filter(|line| line.starts_with("| `"));
-    let cells = |row: &str| row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect();
-    let rows: Vec<Vec<String>> = rows.map(cells).collect();
+    let page = pages::read("docs/faults.md");
+    let rows = pages::rows(pages::section(&page, heading), "| `");
+    let rows: Vec<Vec<String>> =
+        rows.iter().map(|row| row.iter().copied().map(str::to_owned).collect()).collect();
     assert!(rows.len() > 30 && rows.iter().all(|row| row.len() == 4), "{rows:?}");
     rows
 }

@@ -16,10 +16,10 @@ pub mod mover;
 pub mod network;
 pub mod order;
 pub mod orders;
+pub mod pages;
 pub mod places;
 pub mod plugin;
 mod pool;
-pub mod reference;
 mod rig;
 pub mod running;
 pub mod sanity;
@@ -203,6 +203,34 @@ pub fn status_code<T>(answer: Result<tonic::Response<T>, tonic::Status>) -> Code
     }
 }
 
+/// Runs a program that must succeed.
+#[track_caller]
+pub fn ok(command: &mut Command) {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}: {output:?}");
+}
+
+/// How long a test waits for what happens beside it.
+pub const PATIENCE: Duration = Duration::from_secs(90);
+
+/// Waits until something holds.
+pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds().await {
+        assert!(Instant::now() < deadline, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// The same in a test without a runtime.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// The names in a directory.
 pub fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(dir)
@@ -250,6 +278,18 @@ macro_rules! device_cases {
         #[test_with::root]
         #[tokio::test(flavor = "multi_thread")]
         async fn $($test)*
+    };
+}
+
+/// The same for a test that has a runtime of its own, or several.
+#[macro_export]
+macro_rules! root_cases {
+    ($(#[$case:meta])* fn $($test:tt)*) => {
+        #[rstest::rstest]
+        $(#[$case])*
+        #[test_with::root]
+        #[test]
+        fn $($test)*
     };
 }
 

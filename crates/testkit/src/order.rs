@@ -57,11 +57,8 @@ impl Writers {
         };
         let threads = (0..count).zip(&written).map(spawn).collect();
         let writers = Writers { stop, written, threads };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while writers.written.iter().any(|written| written.load(Ordering::Relaxed) == 0) {
-            assert!(Instant::now() < deadline, "a writer wrote nothing in a minute");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let has_written = || writers.written.iter().all(|written| written.load(Ordering::Relaxed) > 0);
+        crate::until("each writer writes", has_written);
         writers
     }
 

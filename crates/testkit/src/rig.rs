@@ -8,8 +8,8 @@ use csi_client::{Client, block_capability};
 use deltapath::sys::sweep::sweep;
 use tempfile::TempDir;
 
-use crate::content::Content;
-use crate::{PoolKind, leftovers, names, program, signal, temp_dir, wait};
+use crate::content::{Content, blocks_of};
+use crate::{BLOCK, PoolKind, leftovers, names, program, signal, temp_dir, wait};
 
 pub struct Rig {
     pub client: Client,
@@ -227,6 +227,16 @@ impl Rig {
 
     pub async fn snapshot(&mut self, name: &str, volume_id: &str) -> String {
         self.client.create_snapshot(name, volume_id).await.expect("CreateSnapshot").snapshot_id
+    }
+
+    /// The 4 KiB blocks of a delta.
+    pub async fn changed(&mut self, base: &str, target: &str) -> Vec<u64> {
+        blocks_of(&self.client.delta(base, target, 0, 0).await.expect("GetMetadataDelta"), BLOCK)
+    }
+
+    /// The 4 KiB blocks that hold data.
+    pub async fn allocated(&mut self, snapshot: &str) -> Vec<u64> {
+        blocks_of(&self.client.allocated(snapshot, 0, 0).await.expect("GetMetadataAllocated"), BLOCK)
     }
 }
 

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-/// How long a program may take to end.
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::PATIENCE;
 
 pub struct Running {
     child: Child,

@@ -1,12 +1,12 @@
 //! The driver dies, restarts or hangs, or the user interrupts: the suite still ends with a verdict and leaves nothing.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 
 use super::{all_cases, assert_empty, bare, cases, conformance, run_broken, said, verdicts};
-use testkit::{PoolKind, Rig, leftovers};
+use testkit::{PoolKind, Rig, eventually, leftovers};
 
 /// The driver is killed midway. Every case soon has a verdict, and the suite leaves nothing of its own.
 #[apply(device_test)]
@@ -23,11 +23,7 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
         "5",
     ];
     let suite = conformance(&rig.socket(), &arguments).spawn().expect("spawn");
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while leftovers(&work).is_empty() {
-        assert!(Instant::now() < deadline, "nothing is ever published");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    eventually("something is published", async || !leftovers(&work).is_empty()).await;
     rig.kill();
     let output = suite.wait_with_output().await.expect("wait");
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
@@ -51,11 +47,7 @@ async fn a_driver_that_comes_back_is_tested_on() {
         let flags = ["--skip", "deadline|meanwhile|modified", "--jobs", jobs];
         let before = rig.log().len();
         let suite = conformance(&rig.socket(), &flags).spawn().expect("spawn");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !rig.log()[before..].contains(sign) {
-            assert!(Instant::now() < deadline, "no {sign}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        eventually(sign, async || rig.log()[before..].contains(sign)).await;
         rig.kill();
         rig.start_again().await;
         let output = suite.wait_with_output().await.expect("wait");
@@ -115,11 +107,7 @@ async fn a_signal_at_any_time_leaves_nothing() {
     ] {
         let before = rig.log().len();
         let suite = conformance(&rig.socket(), &[]).spawn().expect("spawn");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while made && !rig.log()[before..].contains("CreateVolume") {
-            assert!(Instant::now() < deadline, "no volume is ever made");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        eventually("a volume is made", async || !made || rig.log()[before..].contains("CreateVolume")).await;
         tokio::time::sleep(Duration::from_millis(millis)).await;
         let pid = suite.id().expect("it runs");
         kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");

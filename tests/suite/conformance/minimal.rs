@@ -1,9 +1,9 @@
 //! examples/minimal.rs, the driver that docs/tutorial-driver.md begins with.
 
-use std::path::Path;
 use std::time::Duration;
 
 use csi_client::Client;
+use testkit::pages;
 use tokio::process::Command;
 
 use super::run;
@@ -49,12 +49,9 @@ async fn the_minimal_driver_conforms() {
 /// The page shows the example as it is.
 #[test]
 fn the_page_shows_the_example() {
-    let home = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let read = |path: &str| std::fs::read_to_string(home.join(path)).expect("read");
-    let (page, sources) =
-        (read("docs/tutorial-driver.md"), [read("examples/minimal.rs"), read("examples/minimal/driver.rs")]);
-    let shown: Vec<&str> =
-        page.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+    let page = pages::read("docs/tutorial-driver.md");
+    let sources = ["examples/minimal.rs", "examples/minimal/driver.rs"].map(pages::read);
+    let shown = pages::blocks(&page, "rust");
     assert!(shown.len() >= 4, "{} excerpts", shown.len());
     let flat = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     for excerpt in shown {

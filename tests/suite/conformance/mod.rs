@@ -88,7 +88,7 @@ pub async fn assert_empty(rig: &mut Rig) {
 async fn run_broken(
     rig: &Rig,
     faults: &str,
-    cases: &[&str],
+    cases: &[impl std::borrow::Borrow<str>],
     timeout: &str,
 ) -> (Option<i32>, Verdicts, Value) {
     static SOCKETS: AtomicUsize = AtomicUsize::new(0);
@@ -175,8 +175,7 @@ async fn ours_conforms_with_blocks_larger_than_the_writes_are_apart() {
 /// The page lists the same cases as the table.
 #[tokio::test]
 async fn the_page_lists_every_case() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/conformance.md");
-    let page = std::fs::read_to_string(page).expect("the page");
+    let page = testkit::pages::read("docs/conformance.md");
     // The gateway's tests check the cases for a service in a cluster.
     let page = page.split("\n## Test a service in a cluster\n").next().unwrap_or_default();
     let rows = page.lines().filter(|line| line.starts_with("| MUST |") || line.starts_with("| SHOULD |"));

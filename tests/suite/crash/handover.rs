@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use base::ObjectDir;
 use cbt::MapFile;
+use csi_client::delta_of;
 use proto::{GetMetadataDeltaRequest, GetMetadataDeltaResponse};
 use testkit::content::{Content, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
@@ -31,12 +32,7 @@ struct Read {
 impl Read {
     /// Opens it and reads the first message.
     async fn begin(rig: &Rig, base: &str, target: &str) -> Self {
-        let request = GetMetadataDeltaRequest {
-            base_snapshot_id: base.to_owned(),
-            target_snapshot_id: target.to_owned(),
-            max_results: 256,
-            ..Default::default()
-        };
+        let request = GetMetadataDeltaRequest { max_results: 256, ..delta_of(base, target) };
         let mut narrow = narrow_client(&rig.socket()).await;
         let stream = narrow.get_metadata_delta(request).await.expect("delta").into_inner();
         let mut read = Read { stream, blocks: Vec::new() };

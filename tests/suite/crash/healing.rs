@@ -77,8 +77,7 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own()
     until("the map's end", || rig.log().contains("gone") && !draft.exists()).await;
     assert!(MapFile::open(&dir.allocated()).is_err(), "the map was completed although the client was gone");
     orders.withdraw();
-    let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    assert_eq!(rig.allocated(&snapshot).await, content.allocated(BLOCK));
     rig.detach_and_finish(&volume).await;
 }
 

@@ -53,12 +53,15 @@ fn asked(variable: &str) -> Option<usize> {
 }
 
 /// Kills the driver at random moments, from the beginning of a call until a little after its usual end.
-async fn rounds(pool: PoolKind, count: usize) {
+/// `DELTAPATH_CRASH_ROUNDS` sets another number of rounds.
+#[apply(every_pool)]
+async fn a_kill_leaves_every_object_whole_or_absent(pool: PoolKind) {
     let mut tally = Tally::new("random", pool);
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
     let mut scene = Scene::make(&mut rig).await;
     let mut random = fastrand::Rng::with_seed(1);
     let cases = cases();
+    let count = asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * cases.len());
     let mut usual = vec![Duration::from_millis(20); cases.len()];
     for round in 0..count {
         let which = round % cases.len();
@@ -115,26 +118,6 @@ async fn retried(
         tally.lost(rig, &format!("{context}, undone: {said}"));
     }
     tally.look(rig, scene, When::Undone, context).await;
-}
-
-/// Rounds per pool; `DELTAPATH_CRASH_ROUNDS` sets another number.
-fn count() -> usize {
-    asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * cases().len())
-}
-
-#[apply(device_test)]
-async fn a_kill_leaves_every_object_whole_or_absent_on_dir() {
-    rounds(PoolKind::Dir, count()).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_leaves_every_object_whole_or_absent_on_xfs() {
-    rounds(PoolKind::Xfs, count()).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_leaves_every_object_whole_or_absent_on_btrfs() {
-    rounds(PoolKind::Btrfs, count()).await;
 }
 
 /// Without the feature there are no fail points. The report of the run shows this test as ignored.

@@ -2,7 +2,7 @@
 
 use cbt::MapFile;
 
-use testkit::content::{Content, blocks_of};
+use testkit::content::Content;
 use testkit::orders::{Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
@@ -36,8 +36,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
             taken.push((next, content.clone()));
         }
         let ((base, before), (target, after)) = (&taken[number], &taken[number + 1]);
-        let list = rig.client.delta(base, target, 0, 0).await.expect("a delta from what is being deleted");
-        assert_eq!(blocks_of(&list, BLOCK), after.changed_since(before, BLOCK));
+        assert_eq!(rig.changed(base, target).await, after.changed_since(before, BLOCK));
         assert!(orders.withdraw().iter().any(|point| point.hit && point.step == "sync"));
         deletion.await.expect("join").expect("delete");
     }

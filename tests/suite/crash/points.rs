@@ -278,7 +278,8 @@ async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
 }
 
 /// Deletions must free a full pool even if the driver is killed in them, before any step or after the last.
-async fn kills_on_full_pool(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing(pool: PoolKind) {
     let mut run = CutRun::on_full_pool(pool, "full-kill-points").await;
     for case in cases().iter().filter(|case| ["DeleteSnapshot", "DeleteGroup"].contains(&case.name)) {
         run.series(case, Cut::Kill, Stride { first: 1, step: 1 }).await;
@@ -286,55 +287,12 @@ async fn kills_on_full_pool(pool: PoolKind) {
     run.finish().await;
 }
 
-async fn kills(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_kill_before_any_step_loses_nothing(pool: PoolKind) {
     all_series(pool, "kill-points", &[Cut::Kill]).await;
 }
 
-async fn errors(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_failing_step_leaves_nothing_half_made(pool: PoolKind) {
     all_series(pool, "error-points", &ERRORS.map(|(errno, _)| Cut::Error(errno))).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_before_any_step_loses_nothing_on_dir() {
-    kills(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_before_any_step_loses_nothing_on_xfs() {
-    kills(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_before_any_step_loses_nothing_on_btrfs() {
-    kills(PoolKind::Btrfs).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_dir() {
-    kills_on_full_pool(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_xfs() {
-    kills_on_full_pool(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_btrfs() {
-    kills_on_full_pool(PoolKind::Btrfs).await;
-}
-
-#[apply(device_test)]
-async fn a_failing_step_leaves_nothing_half_made_on_dir() {
-    errors(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_failing_step_leaves_nothing_half_made_on_xfs() {
-    errors(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_failing_step_leaves_nothing_half_made_on_btrfs() {
-    errors(PoolKind::Btrfs).await;
 }

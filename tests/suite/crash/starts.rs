@@ -333,11 +333,7 @@ fn is_hashed(rig: &Rig, snapshot: &str) -> bool {
 }
 
 async fn hashed(rig: &Rig, snapshot: &str) {
-    let deadline = Instant::now() + Duration::from_secs(90);
-    while !is_hashed(rig, snapshot) {
-        assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    testkit::eventually("a snapshot is hashed", async || is_hashed(rig, snapshot)).await;
 }
 
 /// Waits until the hashing of a snapshot is done or was interrupted.

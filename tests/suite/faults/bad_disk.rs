@@ -15,7 +15,7 @@ use super::{
     Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
     listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell, without_skip,
 };
-use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::content::{Content, block_bytes, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 const SECTOR: usize = 4096;
@@ -140,7 +140,8 @@ fn first_block(path: &Path) -> u64 {
     panic!("{} holds zeros", path.display());
 }
 
-async fn a_bad_block(pool: PoolKind) {
+#[apply(device_cases)]
+async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs)] pool: PoolKind) {
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
     assert!(!rig.data_dir().join("pool.img").exists(), "not in place");
@@ -208,8 +209,7 @@ async fn a_bad_block(pool: PoolKind) {
     let error = rig.client.allocated(&damaged.base.0, 0, 0).await.expect_err("withheld");
     assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
     assert!(sound.answers(&mut rig).await, "what is sound is served");
-    let list = rig.client.allocated(&damaged.target.0, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), damaged.target.1.allocated(BLOCK));
+    assert_eq!(rig.allocated(&damaged.target.0).await, damaged.target.1.allocated(BLOCK));
     probe(&rig).await.expect("it lives");
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
@@ -218,16 +218,6 @@ async fn a_bad_block(pool: PoolKind) {
     }
     rig.finish();
     disk.finish();
-}
-
-#[apply(device_test)]
-async fn a_bad_block_costs_what_lies_on_it_on_dir() {
-    a_bad_block(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
-    a_bad_block(PoolKind::Xfs).await;
 }
 
 /// Block 120 of a volume cannot be read. Its health names the block, as long as it cannot be read.
@@ -285,8 +275,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
                 exact_or_error(delta, &after.changed_since(&before, BLOCK)),
                 "the delta did not need the unreadable block"
             );
-            let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
-            assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+            assert_eq!(rig.allocated(&base).await, before.allocated(BLOCK));
             tokio::time::sleep(std::time::Duration::from_secs(3)).await;
             assert!(failures(&rig) <= 4, "hashing retries without pause: {} failures in 3 s", failures(&rig));
             // Hashing continues for others.
@@ -322,7 +311,8 @@ async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() 
 
 /// The image is truncated under a mounted pool, so that everything behind the new end is an I/O error. Every answer is right
 /// or an error, and the driver keeps running.
-async fn a_cut_image(pool: PoolKind) {
+#[apply(device_cases)]
+async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut lines = Vec::new();
     for number in 0..4 {
@@ -390,14 +380,4 @@ async fn a_cut_image(pool: PoolKind) {
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
     rig.kill();
-}
-
-#[apply(device_test)]
-async fn a_cut_image_gives_the_truth_or_an_error_on_xfs() {
-    a_cut_image(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_cut_image_gives_the_truth_or_an_error_on_btrfs() {
-    a_cut_image(PoolKind::Btrfs).await;
 }

@@ -71,7 +71,8 @@ async fn nothing_is_lost(mut rig: Rig, direct_io: Option<bool>) {
     rig.finish();
 }
 
-async fn by_parameter(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_cached_device_on_a_full_pool_loses_nothing(pool: PoolKind) {
     match pool {
         PoolKind::Dir => {
             let disk = Disk::ext4(200 << 20);
@@ -84,21 +85,6 @@ async fn by_parameter(pool: PoolKind) {
             nothing_is_lost(rig, Some(false)).await;
         }
     }
-}
-
-#[apply(device_test)]
-async fn a_cached_device_on_a_full_pool_loses_nothing_on_dir() {
-    by_parameter(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_cached_device_on_a_full_pool_loses_nothing_on_xfs() {
-    by_parameter(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_cached_device_on_a_full_pool_loses_nothing_on_btrfs() {
-    by_parameter(PoolKind::Btrfs).await;
 }
 
 /// tmpfs accepts direct I/O, but uses its cache for it.

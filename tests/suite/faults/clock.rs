@@ -9,7 +9,7 @@ use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
 use super::until;
-use testkit::content::{Content, blocks_of};
+use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
@@ -98,8 +98,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
     assert_eq!(listed.into_inner().entries.len(), taken.len());
     for (at, (target, after)) in taken.iter().enumerate() {
         for (base, before) in &taken[..at] {
-            let delta = rig.client.delta(base, target, 0, 0).await.expect("delta");
-            assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(before, BLOCK), "{pool:?}");
+            assert_eq!(rig.changed(base, target).await, after.changed_since(before, BLOCK), "{pool:?}");
             assert_eq!(code(rig.client.delta(target, base, 0, 0).await), Code::InvalidArgument);
         }
     }
@@ -136,15 +135,13 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
         clock.off_by(off);
         restart(&mut rig).await;
         for (base, before) in &taken {
-            let delta = rig.client.delta(base, &last.0, 0, 0).await.expect("kept, for the hour is not over");
-            assert_eq!(blocks_of(&delta, BLOCK), last.1.changed_since(before, BLOCK));
+            assert_eq!(rig.changed(base, &last.0).await, last.1.changed_since(before, BLOCK));
         }
     }
     clock.off_by(2 * 3600);
     restart(&mut rig).await;
     until("all go when the hour is over", || taken.iter().all(|(id, _)| !is_kept(&rig, id))).await;
-    let list = rig.client.allocated(&last.0, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), last.1.allocated(BLOCK));
+    assert_eq!(rig.allocated(&last.0).await, last.1.allocated(BLOCK));
     rig.detach_and_finish(&volume).await;
 }
 

@@ -18,10 +18,8 @@ async fn lives(mut rig: Rig) {
     after.write(&device, 150, 20, 2);
     after.discard(&device, 380, 10);
     let target = rig.snapshot("target", &volume).await;
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-    let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
+    assert_eq!(rig.allocated(&target).await, after.allocated(BLOCK));
     let (restored, path) = rig.volume_from("restored", 64 * MIB, from_snapshot(&base)).await;
     before.assert_equals(&path, 0, 16384);
     rig.detach(&restored).await;

@@ -11,7 +11,7 @@ use super::{
     Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, listed,
     live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
-use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::content::{Content, block_bytes, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
 /// A driver on a pool of some hundred megabytes, and its disk if the pool is not an image. The fields have this order because
@@ -81,7 +81,8 @@ async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
     answer.map(drop).map_err(|status| Error { call: "ControllerModifyVolume", status })
 }
 
-async fn a_full_pool(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("written", 64 * MIB).await;
     let mut before = Content::default();
@@ -146,10 +147,8 @@ async fn a_full_pool(pool: PoolKind) {
         assert_nothing_half_made(&rig);
         assert_eq!(listed(&rig).await, before_it);
     }
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-    let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
+    assert_eq!(rig.allocated(&target).await, after.allocated(BLOCK));
 
     // There is space again. Nothing must be restarted, and every call works with the same name.
     ballast.remove();
@@ -178,8 +177,7 @@ async fn a_full_pool(pool: PoolKind) {
     modify(&rig, &volume, "512").await.expect("modify");
     rig.attach(&idle.volume_id).await;
     rig.detach(&idle.volume_id).await;
-    let delta = rig.client.delta(&base, &third, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &third).await, after.changed_since(&before, BLOCK));
     let dir = live(&rig, &third);
     until("hashed", || is_hashed(&dir)).await;
     verify(&rig);
@@ -187,23 +185,9 @@ async fn a_full_pool(pool: PoolKind) {
     finish(rig, disk);
 }
 
-#[apply(device_test)]
-async fn a_full_pool_says_so_and_works_again_on_dir() {
-    a_full_pool(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_full_pool_says_so_and_works_again_on_xfs() {
-    a_full_pool(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_full_pool_says_so_and_works_again_on_btrfs() {
-    a_full_pool(PoolKind::Btrfs).await;
-}
-
 /// How a full pool is freed: volumes are unpublished, and objects that are not needed are deleted.
-async fn the_way_out(pool: PoolKind) {
+#[apply(every_pool)]
+async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
     for number in 0..3u8 {
@@ -227,8 +211,7 @@ async fn the_way_out(pool: PoolKind) {
     }
     for (volume, [base, middle, target], changed) in &volumes {
         rig.client.delete_snapshot(middle).await.expect("DeleteSnapshot on a full pool");
-        let delta = rig.client.delta(base, target, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), *changed);
+        assert_eq!(rig.changed(base, target).await, *changed);
         ballast.refill();
         rig.client.delete_volume(volume).await.expect("DeleteVolume on a full pool");
         ballast.refill();
@@ -246,21 +229,6 @@ async fn the_way_out(pool: PoolKind) {
     let (volume, _) = rig.block_volume("after", 64 * MIB).await;
     rig.detach(&volume).await;
     finish(rig, disk);
-}
-
-#[apply(device_test)]
-async fn deletion_is_the_way_out_of_a_full_pool_on_dir() {
-    the_way_out(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn deletion_is_the_way_out_of_a_full_pool_on_xfs() {
-    the_way_out(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
-    the_way_out(PoolKind::Btrfs).await;
 }
 
 /// A volume can be detached on a full pool. Only then can it be deleted.
@@ -288,7 +256,8 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
 
 /// A snapshot takes the last of the space, and there is none for its hashes. Its deltas are still exact. Hashing neither
 /// retries without pause nor gives up, and continues when there is space.
-async fn hashing_without_room(pool: PoolKind) {
+#[apply(device_cases)]
+async fn hashing_waits_for_room(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
     let mut before = Content::default();
@@ -311,28 +280,15 @@ async fn hashing_without_room(pool: PoolKind) {
     assert!(!is_hashed(&dir), "there was room: this proves nothing");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert!(failures(&rig) <= 2, "it spins: {} failures in seconds", failures(&rig));
-    let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+    assert_eq!(rig.allocated(&base).await, before.allocated(BLOCK));
     ballast.remove();
     let mut after = before.clone();
     after.write(&device, 5000, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
     hashed(&rig, &[&base, &target]).await;
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
     verify(&rig);
     rig.detach(&volume).await;
     finish(rig, disk);
-}
-
-#[apply(device_test)]
-async fn hashing_waits_for_room_on_xfs() {
-    hashing_without_room(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn hashing_waits_for_room_on_btrfs() {
-    hashing_without_room(PoolKind::Btrfs).await;
 }

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use super::{Trouble, hashed, health, listed, live, tells, without_skip};
 use crate::startup::refused;
-use testkit::content::{Content, blocks_of};
+use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
 
 /// Replaces a record by one of a later version. Returns the old content.
@@ -159,12 +159,10 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     withheld(rig.client.delete_volume(&volume).await);
     assert_eq!(code(rig.client.delta(&gone, &spare, 0, 0).await), Code::NotFound);
     // All other objects are served.
-    let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
-    assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+    assert_eq!(rig.allocated(&base).await, before.allocated(BLOCK));
     after.write(&device, 40, 3, 3);
     let beside = rig.snapshot("taken beside it", &volume).await;
-    let delta = rig.client.delta(&base, &beside, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    assert_eq!(rig.changed(&base, &beside).await, after.changed_since(&before, BLOCK));
     rig.kill();
     for ((path, now), sound) in records.iter().zip(now).zip(sound) {
         assert!(std::fs::read(path).expect("read") == now, "{} was touched", path.display());
@@ -176,8 +174,7 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     assert_eq!(volumes, all.0);
     let missing: Vec<_> = all.1.iter().chain([&beside]).filter(|id| !snapshots.contains(id)).collect();
     assert!(missing.is_empty(), "{missing:?}\n{}", rig.log());
-    let delta = rig.client.delta(&target, &beside, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&delta, BLOCK), [40, 41, 42]);
+    assert_eq!(rig.changed(&target, &beside).await, [40, 41, 42]);
     rig.detach_and_finish(&volume).await;
 }
 
@@ -210,15 +207,12 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKi
         // The next snapshot works without it.
         after.write(&device, 100 + number as u64, 1, 3);
         let next = rig.snapshot(&format!("next {number}"), &volume).await;
-        let list = rig.client.allocated(&next, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
-        let delta = rig.client.delta(&base, &next, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+        assert_eq!(rig.allocated(&next).await, after.allocated(BLOCK));
+        assert_eq!(rig.changed(&base, &next).await, after.changed_since(&before, BLOCK));
         rig.client.delete_snapshot(&next).await.expect("delete");
         assert!(std::fs::read(&path).expect("read") == now, "{} was touched", path.display());
         durable::replace(&path, &sound).expect("write");
-        let delta = rig.client.delta(&base, &target, 0, 0).await.expect("after the upgrade");
-        assert_eq!(blocks_of(&delta, BLOCK), (20..25).collect::<Vec<u64>>());
+        assert_eq!(rig.changed(&base, &target).await, (20..25).collect::<Vec<u64>>());
     }
     rig.detach_and_finish(&volume).await;
 }

@@ -78,50 +78,20 @@ fn lives(pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = 
     }
 }
 
-#[test_with::root]
-#[test]
-fn one_client_finds_what_the_model_says_on_dir() {
-    lives(PoolKind::Dir, None, strategies::alone());
+#[apply(root_cases)]
+#[case::dir(PoolKind::Dir, None)]
+#[case::xfs(PoolKind::Xfs, None)]
+#[case::btrfs(PoolKind::Btrfs, None)]
+#[case::two_nodes(PoolKind::Xfs, Some(2))]
+fn one_client_finds_what_the_model_says(#[case] pool: PoolKind, #[case] routed: Option<usize>) {
+    lives(pool, routed, strategies::alone());
 }
 
-#[test_with::root]
-#[test]
-fn one_client_finds_what_the_model_says_on_xfs() {
-    lives(PoolKind::Xfs, None, strategies::alone());
-}
-
-#[test_with::root]
-#[test]
-fn one_client_finds_what_the_model_says_on_btrfs() {
-    lives(PoolKind::Btrfs, None, strategies::alone());
-}
-
-#[test_with::root]
-#[test]
-fn several_clients_at_once_find_what_some_order_gives_on_dir() {
-    lives(PoolKind::Dir, None, strategies::together());
-}
-
-#[test_with::root]
-#[test]
-fn several_clients_at_once_find_what_some_order_gives_on_xfs() {
-    lives(PoolKind::Xfs, None, strategies::together());
-}
-
-#[test_with::root]
-#[test]
-fn several_clients_at_once_find_what_some_order_gives_on_btrfs() {
-    lives(PoolKind::Btrfs, None, strategies::together());
-}
-
-#[test_with::root]
-#[test]
-fn one_client_of_two_drivers_behind_a_router_finds_what_the_model_says() {
-    lives(PoolKind::Xfs, Some(2), strategies::alone());
-}
-
-#[test_with::root]
-#[test]
-fn several_clients_of_three_drivers_behind_a_router_find_what_some_order_gives() {
-    lives(PoolKind::Btrfs, Some(3), strategies::together());
+#[apply(root_cases)]
+#[case::dir(PoolKind::Dir, None)]
+#[case::xfs(PoolKind::Xfs, None)]
+#[case::btrfs(PoolKind::Btrfs, None)]
+#[case::three_nodes(PoolKind::Btrfs, Some(3))]
+fn several_clients_at_once_find_what_some_order_gives(#[case] pool: PoolKind, #[case] routed: Option<usize>) {
+    lives(pool, routed, strategies::together());
 }

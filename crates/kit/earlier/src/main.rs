@@ -284,7 +284,7 @@ fn main() -> ExitCode {
 mod tests {
     use super::*;
     use clap::CommandFactory;
-    use testkit::reference::assert_names_every_flag;
+    use testkit::pages::assert_names_every_flag;
 
     #[test]
     fn flags_fit_together() {

@@ -234,7 +234,7 @@ async fn until_stopped(work: impl Future<Output = Result<(), Box<dyn Error>>>) -
 mod tests {
     use super::*;
     use clap::CommandFactory;
-    use testkit::reference::assert_names_every_flag;
+    use testkit::pages::assert_names_every_flag;
 
     const TLS: &str = "--tls-cert c --tls-key k --tls-ca a";
 

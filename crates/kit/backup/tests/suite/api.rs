@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use testkit::until;
 
 use crate::tool::{Place, Running, text};
 
@@ -317,11 +318,7 @@ fn ctrl_c_is_seen_while_nothing_can_be_made() {
     let server = Server::start(Duration::from_secs(600));
     server.state.lock().unwrap().lost.extend([("/pods", Trouble::Code(500)); 1000]);
     let mut running = Running::start(server.place.command(&["run", "--pvc", "data"]));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while server.state.lock().unwrap().lost.len() > 998 {
-        assert!(Instant::now() < deadline, "no request for a pod");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    until("a pod is asked for", || server.state.lock().unwrap().lost.len() <= 998);
     running.signal(Signal::SIGINT);
     assert_eq!(running.ends_within(Duration::from_secs(10)), Some(130));
     assert_eq!(server.left(), [""; 0]);
@@ -352,11 +349,7 @@ fn ctrl_c_is_seen_while_the_api_server_is_silent() {
     let server = Server::start(Duration::from_secs(600));
     server.trouble("/pods/cbt-backup-data", Trouble::Silent, 300, 600_000);
     let mut running = Running::start(server.place.command(&RUN));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while server.state.lock().unwrap().began.is_none() {
-        assert!(Instant::now() < deadline, "no pod");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    until("there is a pod", || server.state.lock().unwrap().began.is_some());
     std::thread::sleep(Duration::from_secs(1));
     // What is deleted is looked at.
     server.state.lock().unwrap().troubles.clear();

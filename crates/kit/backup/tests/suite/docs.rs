@@ -3,17 +3,17 @@
 use std::process::Command;
 
 use files::pattern::Image;
+use testkit::pages;
 
 use crate::tool::{MIB, Place, text};
 
 #[test]
 fn the_commands_of_the_page_work() {
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../docs/backup.md");
-    let page = std::fs::read_to_string(page).expect("the page");
-    let blocks = page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let page = pages::read("docs/backup.md");
     // A cluster has tests of its own.
-    let script: String =
-        blocks.filter(|block| !block.contains("kubectl") && !block.contains("run --pvc")).collect();
+    let needs_a_cluster = |block: &&str| block.contains("kubectl") || block.contains("run --pvc");
+    let blocks = pages::blocks(&page, "sh").into_iter().filter(|block| !needs_a_cluster(block));
+    let script = blocks.collect::<Vec<_>>().join("\n");
     assert_eq!(script.matches("cbt-backup ").count(), 10, "{script}");
     let place = Place::new();
     let mut image = Image::default();

@@ -2,10 +2,11 @@
 //! Nothing is made then that names what another has removed, and nothing is removed that another needs.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
+use testkit::until;
 
 use crate::proxy::{Fault, Proxy};
 use crate::s3::Bucket;
@@ -47,20 +48,12 @@ fn packs(place: &Place) -> usize {
     names.filter(|pack| pack.file_name().len() == 64).count()
 }
 
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "never {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
 #[test]
 fn a_backup_that_stood_still_while_a_prune_swept_is_none() {
     let (bucket, image) = with_short_locks();
     let place = &bucket.place;
     let backup = slow_backup(place);
-    wait_until("a pack", || packs(place) > 0);
+    until("a pack", || packs(place) > 0);
     backup.signal(Signal::SIGSTOP);
     std::thread::sleep(Duration::from_secs(LIFE + 1));
     let pruned = place.ok(&["prune"]);
@@ -85,7 +78,7 @@ fn a_lock_that_is_removed_is_not_made_anew() {
     let (bucket, _) = with_short_locks();
     let place = &bucket.place;
     let backup = slow_backup(place);
-    wait_until("a pack", || packs(place) > 0);
+    until("a pack", || packs(place) > 0);
     std::fs::remove_file(&bucket.locks()[0]).expect("remove");
     let output = backup.output();
     let said = text(&output.stderr);
@@ -110,7 +103,7 @@ fn a_prune_that_lost_its_lock_sweeps_nothing_of_a_new_backup() {
     std::thread::sleep(Duration::from_secs(LIFE + 1));
     let before = packs(place);
     let backup = slow_backup(place);
-    wait_until("a new pack", || packs(place) > before);
+    until("a new pack", || packs(place) > before);
     proxy.open();
     let output = prune.output();
     let said = text(&output.stderr);
@@ -133,7 +126,7 @@ fn a_prune_waits_where_it_is_told_to() {
         place.full();
         let before = packs(&place);
         let mut backup = slow_backup(&place);
-        wait_until("a new pack", || packs(&place) > before);
+        until("a new pack", || packs(&place) > before);
         let waits = Running::start(place.command(&["prune", "--wait", "60"]));
         std::thread::sleep(Duration::from_secs(2));
         let mut impatient = Running::start(place.command(&["prune", "--wait", "60"]));

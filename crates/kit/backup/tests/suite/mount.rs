@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
+use testkit::until;
 
 use crate::tool::{BLOCK, MIB, Place, Running, arg, text};
 
@@ -23,14 +23,6 @@ fn serve(place: &Place, sector: &str) -> (Running, PathBuf) {
     let running = Running::start(command);
     until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
     (running, socket)
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !holds() {
-        assert!(Instant::now() < deadline, "not within a minute: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 fn url(socket: &Path) -> String {

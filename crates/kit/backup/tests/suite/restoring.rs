@@ -3,10 +3,10 @@
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Output;
-use std::time::{Duration, Instant};
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
+use testkit::until;
 
 use crate::tool::{MIB, Place, Running, arg, text};
 
@@ -45,10 +45,7 @@ impl World {
                 of.blocks() > 0 && !before.iter().any(|(path, inode)| path == draft && *inode == of.ino())
             })
         };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !self.drafts().iter().any(|(path, _)| is_begun(path)) {
-            assert!(Instant::now() < deadline, "no draft");
-        }
+        until("there is a draft", || self.drafts().iter().any(|(path, _)| is_begun(path)));
         running.signal(Signal::SIGSTOP);
         running
     }
@@ -129,10 +126,7 @@ fn two_restores_do_not_write_to_one_file() {
     let onto = ["restore", other, "--to", arg(&to), "--onto-base", one, "--in-flight", "1"];
     let before = to.metadata().expect("there").mtime_nsec();
     let first = Running::start(place.command(&onto));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while to.metadata().expect("there").mtime_nsec() == before {
-        assert!(Instant::now() < deadline, "it never writes");
-    }
+    until("it writes", || to.metadata().expect("there").mtime_nsec() != before);
     first.signal(Signal::SIGSTOP);
     let said = place.fails(1, &onto);
     assert!(said.contains("another"), "{said}");

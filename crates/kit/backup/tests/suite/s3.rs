@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
+use testkit::until;
 
 use crate::driver::{Driver, Fault as DriverFault};
 use crate::proxy::{Fault, Proxy};
@@ -177,11 +178,7 @@ fn a_killed_backup_keeps_its_lock_no_longer_than_it_must() {
     let slow = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "64Ki"];
     let kill = || {
         let mut running = Running::start(place.command(&slow));
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while bucket.locks().is_empty() {
-            assert!(Instant::now() < deadline, "no lock");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        until("there is a lock", || !bucket.locks().is_empty());
         assert!(place.fails(1, &["prune"]).contains("cbt-backup backup (process"));
         running.signal(Signal::SIGKILL);
         running.0.wait().expect("wait");

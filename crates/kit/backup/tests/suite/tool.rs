@@ -114,11 +114,10 @@ impl Place {
 
     /// Ends a backup once a part of it can be gone on with.
     pub fn interrupt(&self, mut running: Running, signal: nix::sys::signal::Signal) {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while self.partials() == 0 {
-            assert!(Instant::now() < deadline && running.0.try_wait().expect("wait").is_none(), "no part");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        testkit::until("there is a part", || {
+            assert!(running.0.try_wait().expect("wait").is_none(), "it ends without a part");
+            self.partials() > 0
+        });
         running.signal(signal);
         let code = running.0.wait().expect("wait").code();
         assert!(code.is_none_or(|code| code == 130), "{code:?}");

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
-use testkit::reference::assert_names_every_flag;
+use testkit::pages::assert_names_every_flag;
 
 use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
 
@@ -141,11 +141,7 @@ fn a_prune_and_others_keep_apart() {
             fields[1] == "FLOCK" && fields.contains(&"READ") && fields.contains(&pid.as_str())
         })
     };
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while !holds_the_lock() {
-        assert!(std::time::Instant::now() < deadline, "the backup never takes the lock");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    testkit::until("the backup takes the lock", holds_the_lock);
     assert!(place.fails(1, &["prune"]).contains("other commands use the repository"));
     place.ok(&["verify"]);
     // kill -9 frees it.

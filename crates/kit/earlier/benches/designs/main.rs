@@ -14,6 +14,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use csi_client::delta_of;
 use hyper_util::rt::TokioIo;
 use proto::GetMetadataDeltaRequest;
 use proto::differential::DifferentialSnapshotRequest;
@@ -194,11 +195,7 @@ impl Stage<'_> {
 
     async fn driver(&self, target: String, told: &mut Told) -> u64 {
         let mut client = SnapshotMetadataClient::new(testkit::channel(&self.driver_socket).await);
-        let request = GetMetadataDeltaRequest {
-            base_snapshot_id: "base".into(),
-            target_snapshot_id: target,
-            ..Default::default()
-        };
+        let request = delta_of("base", &target);
         let mut stream = client.get_metadata_delta(request).await.expect("a stream").into_inner();
         while let Some(message) = stream.message().await.expect("a message") {
             for tuple in message.block_metadata {

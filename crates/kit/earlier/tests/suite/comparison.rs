@@ -2,10 +2,11 @@
 //! clients, where no other test shows it.
 
 use std::pin::pin;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::api::DeleteParams;
 use serde_json::json;
+use testkit::eventually;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -16,15 +17,6 @@ use crate::world::World;
 
 /// Flags with which one request at a time is served, and no time ends it that a test would wait for.
 const ONE: [&str; 2] = ["--max-requests=1", "--page-timeout=10m"];
-
-/// Waits until that is so.
-async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !is_so().await {
-        assert!(Instant::now() < deadline, "not in a minute: {what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
 
 /// Three snapshots of the small volume.
 fn three() -> Volume {
@@ -58,11 +50,11 @@ pub async fn a_cut_connection_ends_the_work_and_the_same_place_goes_on(world: Wo
     let request =
         format!("GET /{}/slow HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n", world.namespace);
     cut.write_all(request.as_bytes()).await.expect("write");
-    until("the driver is asked", async || !driver.asked.lock().unwrap().1.is_empty()).await;
+    eventually("the driver is asked", async || !driver.asked.lock().unwrap().1.is_empty()).await;
     let rest = format!("{url}?startOffset={next}");
     assert_eq!(program.get(&rest, Some(&token)).await.0, 429, "nothing is under way");
     drop(cut);
-    until("the place of the request that was cut off is free", async || {
+    eventually("the place of the request that was cut off is free", async || {
         program.get(&rest, Some(&token)).await.0 == 200
     })
     .await;
@@ -89,7 +81,7 @@ pub async fn a_create_that_is_cut_off_ends_at_every_part(world: World) {
     let next = first["continue"].as_u64().expect("where to go on");
     {
         let mut slow = pin!(user.ask(json!({"targetVolumeSnapshotName": "slow"})));
-        let asked = until("the driver is asked", async || !driver.asked.lock().unwrap().1.is_empty());
+        let asked = eventually("the driver is asked", async || !driver.asked.lock().unwrap().1.is_empty());
         tokio::select! {
             answer = &mut slow => panic!("it has not waited for the driver: {answer:?}"),
             () = asked => {}
@@ -97,7 +89,7 @@ pub async fn a_create_that_is_cut_off_ends_at_every_part(world: World) {
         assert_eq!(user.ask(pair(next)).await.0, 429, "nothing is under way");
     }
     // cbt-http serves one at a time too: its 429 is an answer with state 2.
-    until("the places of the create that was cut off are free", async || {
+    eventually("the places of the create that was cut off are free", async || {
         let (code, answer) = user.ask(pair(next)).await;
         assert!([201, 429].contains(&code), "{code}: {answer}");
         code == 201 && answer["status"]["state"] != json!(2)
@@ -212,17 +204,8 @@ pub async fn a_body_that_does_not_come_is_not_waited_for(world: World) {
 }
 
 pub async fn every_test_that_the_page_names_is_there(_world: World) {
-    let read = |path: &str| std::fs::read_to_string(format!("{}/{path}", testkit::HOME));
-    let page = read("docs/designs.md").expect("the page");
-    let mut named = 0;
-    for (module, test) in page.split('`').filter_map(|code| code.split_once("::")) {
-        let suites = ["crates/kit/earlier/tests/suite", "crates/kit/gateway/tests/suite", "tests/suite"];
-        let is_there = suites.iter().any(|suite| {
-            let source = read(&format!("{suite}/{module}.rs"));
-            source.is_ok_and(|source| source.contains(&format!("fn {test}(")))
-        });
-        assert!(is_there, "docs/designs.md names the test {module}::{test}, which is nowhere");
-        named += 1;
-    }
+    let page = testkit::pages::read("docs/designs.md");
+    let suites = ["crates/kit/earlier/tests/suite", "crates/kit/gateway/tests/suite", "tests/suite"];
+    let named = testkit::pages::assert_has_tests(&page, &suites);
     assert!(named >= 20, "docs/designs.md names {named} tests");
 }

@@ -19,142 +19,40 @@ use crate::world::{AUDIENCE, World, eventually};
 /// What a client gets: how many ranges, or its error in full.
 type Outcome = Result<usize, String>;
 
-struct Case {
-    what: &'static str,
-    /// The service account whose token is shown.
-    account: &'static str,
-    snapshot: &'static str,
-    /// A CSI handle.
-    base: &'static str,
-    /// The code and words of the message, or nothing where ranges are listed: for what is allocated, and for the delta.
-    allocated: &'static [&'static str],
-    delta: &'static [&'static str],
-}
+/// Words of an error: its code and parts of its message. Without any, ranges are listed.
+type Words = &'static [&'static str];
 
-const DENIED: &[&str] = &["PermissionDenied", "the caller may not get this VolumeSnapshot"];
-const DENIED_BASE: &[&str] =
+const DENIED: Words = &["PermissionDenied", "the caller may not get this VolumeSnapshot"];
+const DENIED_BASE: Words =
     &["PermissionDenied", "the caller may not get the VolumeSnapshot of base_snapshot_id"];
 /// The clients find that out by themselves: they look for another gateway, of which there is none.
-const NO_SERVICE: &[&str] = &["SnapshotMetadataService", "x.csi.test"];
-const NO_SECRET: &[&str] =
+const NO_SERVICE: Words = &["SnapshotMetadataService", "x.csi.test"];
+const NO_SECRET: Words =
     &["FailedPrecondition", "the secret that the VolumeSnapshotClass names does not exist"];
-const UNKNOWN: &[&str] =
+const UNREADY: Words = &["Unavailable", "unready is not ready to use yet"];
+const NO_STATUS: Words = &["Unavailable", "no-status is not ready to use yet"];
+/// The driver's own words.
+const FORGOTTEN: Words = &["NotFound", "snapshot forgotten does not exist"];
+const UNKNOWN: Words =
     &["Unauthenticated", "the security token is not valid, or not for the audience of this service"];
 
-const CASES: &[Case] = &[
-    Case {
-        what: "a role for the namespace",
-        account: "whole",
-        snapshot: "tuesday",
-        base: "plain-1",
-        allocated: &[],
-        delta: &[],
-    },
-    Case {
-        what: "a role for both by name",
-        account: "two",
-        snapshot: "tuesday",
-        base: "plain-1",
-        allocated: &[],
-        delta: &[],
-    },
-    Case {
-        what: "a role for the target alone",
-        account: "target",
-        snapshot: "tuesday",
-        base: "plain-1",
-        allocated: &[],
-        delta: DENIED_BASE,
-    },
-    Case {
-        what: "a role for the base alone",
-        account: "base",
-        snapshot: "tuesday",
-        base: "plain-1",
-        allocated: DENIED,
-        delta: DENIED,
-    },
-    Case {
-        what: "no role",
-        account: "nothing",
-        snapshot: "tuesday",
-        base: "plain-1",
-        allocated: DENIED,
-        delta: DENIED,
-    },
-    Case {
-        what: "another namespace's base",
-        account: "whole",
-        snapshot: "tuesday",
-        base: "plain-3",
-        allocated: &[],
-        delta: DENIED_BASE,
-    },
-    Case {
-        what: "a deleted base that the driver keeps",
-        account: "whole",
-        snapshot: "tuesday",
-        base: "deleted-1",
-        allocated: &[],
-        delta: &[],
-    },
-    Case {
-        what: "a base that the driver knows no more",
-        account: "whole",
-        snapshot: "tuesday",
-        base: "forgotten",
-        allocated: &[],
-        // The driver's own words.
-        delta: &["NotFound", "snapshot forgotten does not exist"],
-    },
-    Case {
-        what: "an unready base: by its handle the driver decides",
-        account: "whole",
-        snapshot: "tuesday",
-        base: "plain-4",
-        allocated: &[],
-        delta: &[],
-    },
-    Case {
-        what: "an unready snapshot",
-        account: "whole",
-        snapshot: "unready",
-        base: "plain-1",
-        allocated: &["Unavailable", "unready is not ready to use yet"],
-        delta: &["Unavailable", "unready is not ready to use yet"],
-    },
-    Case {
-        what: "a content without status",
-        account: "whole",
-        snapshot: "no-status",
-        base: "plain-1",
-        allocated: &["Unavailable", "no-status is not ready to use yet"],
-        delta: &["Unavailable", "no-status is not ready to use yet"],
-    },
-    Case {
-        what: "a class that is gone",
-        account: "whole",
-        snapshot: "class-is-gone",
-        base: "plain-1",
-        allocated: &[],
-        delta: &[],
-    },
-    Case {
-        what: "a secret that is missing",
-        account: "whole",
-        snapshot: "secret-is-missing",
-        base: "plain-1",
-        allocated: NO_SECRET,
-        delta: NO_SECRET,
-    },
-    Case {
-        what: "another driver's snapshot",
-        account: "whole",
-        snapshot: "other-driver",
-        base: "plain-1",
-        allocated: NO_SERVICE,
-        delta: NO_SERVICE,
-    },
+/// The service account whose token is shown, the snapshot and the CSI handle of a base, and what comes of them: for what is
+/// allocated, and for the delta.
+const CASES: &[(&str, &str, &str, &str, Words, Words)] = &[
+    ("a role for the namespace", "whole", "tuesday", "plain-1", &[], &[]),
+    ("a role for both by name", "two", "tuesday", "plain-1", &[], &[]),
+    ("a role for the target alone", "target", "tuesday", "plain-1", &[], DENIED_BASE),
+    ("a role for the base alone", "base", "tuesday", "plain-1", DENIED, DENIED),
+    ("no role", "nothing", "tuesday", "plain-1", DENIED, DENIED),
+    ("another namespace's base", "whole", "tuesday", "plain-3", &[], DENIED_BASE),
+    ("a deleted base that the driver keeps", "whole", "tuesday", "deleted-1", &[], &[]),
+    ("a base that the driver knows no more", "whole", "tuesday", "forgotten", &[], FORGOTTEN),
+    ("an unready base: by its handle the driver decides", "whole", "tuesday", "plain-4", &[], &[]),
+    ("an unready snapshot", "whole", "unready", "plain-1", UNREADY, UNREADY),
+    ("a content without status", "whole", "no-status", "plain-1", NO_STATUS, NO_STATUS),
+    ("a class that is gone", "whole", "class-is-gone", "plain-1", &[], &[]),
+    ("a secret that is missing", "whole", "secret-is-missing", "plain-1", NO_SECRET, NO_SECRET),
+    ("another driver's snapshot", "whole", "other-driver", "plain-1", NO_SERVICE, NO_SERVICE),
 ];
 
 /// The clients, with the rights of an administrator but for the token that they show.
@@ -240,12 +138,12 @@ pub async fn every_client_gets_the_same_answer_for_the_same_rights(world: World)
     .await;
 
     let mut wrong = Vec::new();
-    for case in CASES {
-        for (base, words) in [(None, case.allocated), (Some(case.base), case.delta)] {
-            let what = |client: &str| format!("{client}, {}, delta {}", case.what, base.is_some());
-            let outcome = clients.iterator(case.account, case.snapshot, base).await;
+    for (case, account, snapshot, base, allocated, delta) in CASES {
+        for (base, words) in [(None, allocated), (Some(*base), delta)] {
+            let what = |client: &str| format!("{client}, {case}, delta {}", base.is_some());
+            let outcome = clients.iterator(account, snapshot, base).await;
             wrong.extend(as_expected(&what("iterator"), outcome, words, &other));
-            let outcome = clients.library(clients.token(case.account), case.snapshot, base).await;
+            let outcome = clients.library(clients.token(account), snapshot, base).await;
             wrong.extend(as_expected(&what("library"), outcome, words, &other));
         }
     }

@@ -13,7 +13,7 @@ use base64::engine::general_purpose::STANDARD;
 use kube::api::{ListParams, Patch, PatchParams};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
 use serde_json::{Value, json};
-use testkit::lab::Lab;
+use testkit::lab::{Lab, named};
 use tokio::process::Command;
 
 use crate::community::program;
@@ -224,115 +224,83 @@ enum Fault {
 use Fault::{Between, Object, OldAuthority};
 
 /// A fault, what its cases must say of it, and the cases.
-const FAULTS: &[(Fault, &str, &[&str])] = &[
-    (Object("address", "127.0.0.1"), "fail", &["object-address"]),
-    (Object("address", "127.0.0.1:1"), "fail", &["object-address"]),
-    (Object("audience", ""), "fail", &["object-audience", "client"]),
-    (Object("caCert", "bm9uZQ=="), "fail", &["object-ca", "client"]),
-    (OldAuthority, "fail", &["object-ca"]),
-    (Between("tls-expired"), "fail", &["tls-certificate"]),
-    (Between("tls-other-host"), "fail", &["tls-certificate", "client"]),
-    (Between("tls-other-authority"), "fail", &["tls-certificate"]),
-    (Between("tls-old-versions"), "fail", &["tls-old-versions"]),
-    (Between("plaintext"), "fail", &["tls-plaintext"]),
-    (
-        Between("refuse:call=GetMetadataAllocated+GetMetadataDelta,code=UNIMPLEMENTED"),
-        "fail",
-        &["allocated-served", "delta-served"],
-    ),
-    (Between("swap-tuples"), "fail", &["allocated-order", "delta-order", "client"]),
-    (Between("overlap"), "fail", &["allocated-overlap", "delta-overlap"]),
-    (Between("empty-tuple"), "fail", &["allocated-positive-size", "delta-positive-size"]),
-    (Between("past-capacity"), "fail", &["allocated-inside", "delta-inside"]),
-    (Between("type-unknown"), "fail", &["allocated-type-known", "delta-type-known"]),
-    (Between("type-changes"), "fail", &["allocated-type-constant", "delta-type-constant"]),
-    (Between("fixed-uneven"), "fail", &["allocated-fixed-size", "delta-fixed-size"]),
-    (Between("capacity-changes"), "fail", &["allocated-capacity-constant", "delta-capacity-constant"]),
-    (Between("ignore-max-results"), "fail", &["allocated-max-results", "delta-max-results"]),
-    (
-        Between("ignore-offset"),
-        "fail",
-        &[
-            "allocated-first-tuple",
-            "delta-first-tuple",
-            "allocated-resume",
-            "delta-resume",
-            "allocated-offset-at-capacity",
-            "delta-offset-at-capacity",
-        ],
-    ),
-    (Between("round-offset-up"), "fail", &["allocated-offset-complete", "delta-offset-complete"]),
-    (
-        Between("error-becomes:from=OUT_OF_RANGE,code=OK"),
-        "fail",
-        &[
-            "allocated-offset-beyond",
-            "delta-offset-beyond",
-            "allocated-offset-negative",
-            "delta-offset-negative",
-        ],
-    ),
-    (
-        Between("negative-bound-cuts"),
-        "fail",
-        &["allocated-max-results-negative", "delta-max-results-negative"],
-    ),
+const FAULTS: &[(Fault, &str, &str)] = &[
+    (Object("address", "127.0.0.1"), "fail", "object-address"),
+    (Object("address", "127.0.0.1:1"), "fail", "object-address"),
+    (Object("audience", ""), "fail", "object-audience client"),
+    (Object("caCert", "bm9uZQ=="), "fail", "object-ca client"),
+    (OldAuthority, "fail", "object-ca"),
+    (Between("tls-expired"), "fail", "tls-certificate"),
+    (Between("tls-other-host"), "fail", "tls-certificate client"),
+    (Between("tls-other-authority"), "fail", "tls-certificate"),
+    (Between("tls-old-versions"), "fail", "tls-old-versions"),
+    (Between("plaintext"), "fail", "tls-plaintext"),
+    (Between("refuse:call=GetMetadataAllocated+GetMetadataDelta,code=UNIMPLEMENTED"), "fail", "*-served"),
+    (Between("swap-tuples"), "fail", "*-order client"),
+    (Between("overlap"), "fail", "*-overlap"),
+    (Between("empty-tuple"), "fail", "*-positive-size"),
+    (Between("past-capacity"), "fail", "*-inside"),
+    (Between("type-unknown"), "fail", "*-type-known"),
+    (Between("type-changes"), "fail", "*-type-constant"),
+    (Between("fixed-uneven"), "fail", "*-fixed-size"),
+    (Between("capacity-changes"), "fail", "*-capacity-constant"),
+    (Between("ignore-max-results"), "fail", "*-max-results"),
+    (Between("ignore-offset"), "fail", "*-first-tuple *-resume *-offset-at-capacity"),
+    (Between("round-offset-up"), "fail", "*-offset-complete"),
+    (Between("error-becomes:from=OUT_OF_RANGE,code=OK"), "fail", "*-offset-beyond *-offset-negative"),
+    (Between("negative-bound-cuts"), "fail", "*-max-results-negative"),
     (
         Between("error-becomes:from=INVALID_ARGUMENT,code=INTERNAL"),
         "fail",
-        &["delta-reversed", "argument-missing", "argument-no-name"],
+        "delta-reversed argument-missing argument-no-name",
     ),
-    (Between("empty-is-error"), "fail", &["delta-same-snapshot"]),
-    (Between("token-not-needed"), "fail", &["token-missing"]),
-    (Between("signature-not-checked"), "fail", &["token-garbage", "token-forged", "token-revoked"]),
-    (Between("audience-not-checked"), "fail", &["token-audience"]),
-    (Between("expiry-not-checked"), "fail", &["token-expired"]),
+    (Between("empty-is-error"), "fail", "delta-same-snapshot"),
+    (Between("token-not-needed"), "fail", "token-missing"),
+    (Between("signature-not-checked"), "fail", "token-garbage token-forged token-revoked"),
+    (Between("audience-not-checked"), "fail", "token-audience"),
+    (Between("expiry-not-checked"), "fail", "token-expired"),
     (
         Between("rights-not-checked"),
         "fail",
-        &["rights-none", "rights-list", "rights-other-name", "rights-other-namespace"],
+        "rights-none rights-list rights-other-name rights-other-namespace",
     ),
-    (Between("rights-not-checked:account=lister"), "fail", &["rights-list"]),
-    (Between("rights-not-checked:account=other-name"), "fail", &["rights-other-name"]),
-    (Between("rights-not-checked:account=stranger"), "fail", &["rights-other-namespace"]),
-    (Between("refuse:account=named,code=PERMISSION_DENIED"), "fail", &["rights-by-name"]),
-    (Between("error-becomes:from=PERMISSION_DENIED,code=INTERNAL"), "fail", &["rights-base", "rights-none"]),
-    (Between("namespace-not-checked"), "fail", &["snapshot-elsewhere"]),
+    (Between("rights-not-checked:account=lister"), "fail", "rights-list"),
+    (Between("rights-not-checked:account=other-name"), "fail", "rights-other-name"),
+    (Between("rights-not-checked:account=stranger"), "fail", "rights-other-namespace"),
+    (Between("refuse:account=named,code=PERMISSION_DENIED"), "fail", "rights-by-name"),
+    (Between("error-becomes:from=PERMISSION_DENIED,code=INTERNAL"), "fail", "rights-base rights-none"),
+    (Between("namespace-not-checked"), "fail", "snapshot-elsewhere"),
     (
         Between("error-becomes:from=NOT_FOUND,code=OK"),
         "fail",
-        &["snapshot-unknown", "snapshot-elsewhere", "base-unknown"],
+        "snapshot-unknown snapshot-elsewhere base-unknown",
     ),
-    (Between("error-becomes:from=UNAVAILABLE,code=INTERNAL"), "fail", &["snapshot-unready", "snapshot-new"]),
-    (Between("deadline-is-ok"), "fail", &["allocated-deadline", "delta-deadline"]),
-    (Between("lose-after-cancel"), "fail", &["allocated-cancel", "delta-cancel"]),
-    (Between("lose-slow"), "fail", &["allocated-slow-reader", "delta-slow-reader"]),
-    (Between("lose-beside"), "fail", &["allocated-concurrent", "delta-concurrent"]),
-    (Between("lose-when-asked-again"), "fail", &["alive"]),
+    (Between("error-becomes:from=UNAVAILABLE,code=INTERNAL"), "fail", "snapshot-unready snapshot-new"),
+    (Between("deadline-is-ok"), "fail", "*-deadline"),
+    (Between("lose-after-cancel"), "fail", "*-cancel"),
+    (Between("lose-slow"), "fail", "*-slow-reader"),
+    (Between("lose-beside"), "fail", "*-concurrent"),
+    (Between("lose-when-asked-again"), "fail", "alive"),
     // What a client can live with.
-    (Between("rights-not-checked:account=target-only"), "allowed", &["rights-base"]),
-    (Between("error-becomes:from=INVALID_ARGUMENT,code=UNAUTHENTICATED"), "allowed", &["token-missing"]),
+    (Between("rights-not-checked:account=target-only"), "allowed", "rights-base"),
+    (Between("error-becomes:from=INVALID_ARGUMENT,code=UNAUTHENTICATED"), "allowed", "token-missing"),
     (
         Between("error-becomes:from=PERMISSION_DENIED,code=UNAUTHENTICATED"),
         "allowed",
-        &["rights-none", "rights-list", "rights-other-name", "rights-other-namespace"],
+        "rights-none rights-list rights-other-name rights-other-namespace",
     ),
     (
         Between("error-becomes:from=NOT_FOUND,code=UNAVAILABLE"),
         "allowed",
-        &["snapshot-unknown", "snapshot-elsewhere"],
+        "snapshot-unknown snapshot-elsewhere",
     ),
     (
         Between("error-becomes:from=UNAVAILABLE,code=FAILED_PRECONDITION"),
         "allowed",
-        &["snapshot-unready", "snapshot-new"],
+        "snapshot-unready snapshot-new",
     ),
     // A service without a fault, so that none of these is red by itself.
-    (
-        Between(""),
-        "pass",
-        &["object-ca", "tls-certificate", "client", "token-forged", "rights-by-name", "alive"],
-    ),
+    (Between(""), "pass", "object-ca tls-certificate client token-forged rights-by-name alive"),
 ];
 
 /// Worlds that the faults are shared out to.
@@ -340,11 +308,8 @@ const WORLDS: usize = 3;
 
 pub async fn every_fault_before_the_gateway_is_seen_by_its_cases(world: World) {
     let cases = names(&all_cases().await);
-    let named: BTreeSet<String> = FAULTS
-        .iter()
-        .filter(|(_, verdict, _)| *verdict == "fail")
-        .flat_map(|(_, _, cases)| cases.iter().map(|case| (*case).to_owned()))
-        .collect();
+    let failing = FAULTS.iter().filter(|(_, verdict, _)| *verdict == "fail");
+    let named: BTreeSet<String> = failing.flat_map(|(_, _, cases)| named(cases)).collect();
     assert_eq!(named, cases, "a case that no fault is there for, or no case");
     let all = (0..WORLDS).map(|number| {
         let api = world.api.clone();
@@ -389,15 +354,16 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
             OldAuthority => spec["caCert"] = json!(STANDARD.encode(old_authority())),
         }
         set(&spec).await;
+        let cases = named(cases);
         let focus = format!("^({})$", cases.join("|"));
         let arguments = ["--focus", &focus, "--timeout", "60", "--expired-token", &expired];
         let (code, verdicts, report) = run(world, &arguments).await;
         if code != Some(i32::from(*verdict == "fail")) || report["left_behind"] != json!([]) {
             wrong.push(format!("{fault:?}: exit status {code:?}: {report:#}"));
         }
-        for case in *cases {
-            if verdicts.get(*case).is_none_or(|(found, _)| found != verdict) {
-                wrong.push(format!("{fault:?}: {case}: not {verdict}: {:?}", verdicts.get(*case)));
+        for case in cases {
+            if verdicts.get(&case).is_none_or(|(found, _)| found != verdict) {
+                wrong.push(format!("{fault:?}: {case}: not {verdict}: {:?}", verdicts.get(&case)));
             }
         }
     }

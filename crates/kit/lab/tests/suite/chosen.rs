@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use csi_client::Question;
+use csi_client::{Question, delta_of};
 use proto::*;
 use serde_json::Value;
 
@@ -46,11 +46,7 @@ async fn faults_are_chosen_while_it_runs() {
     assert_eq!(lab.control("DELETE", &format!("/faults/{id}"), "").await.0, 404);
 
     // One request.
-    let mut request = tonic::Request::new(GetMetadataDeltaRequest {
-        base_snapshot_id: "base".into(),
-        target_snapshot_id: "target".into(),
-        ..Default::default()
-    });
+    let mut request = tonic::Request::new(delta_of("base", "target"));
     request.metadata_mut().insert("cbt-lab-fault", "refuse:code=DATA_LOSS".parse().expect("ASCII"));
     let refused = client.metadata.get_metadata_delta(request).await.expect_err("it is marked");
     assert_eq!(refused.code(), tonic::Code::DataLoss);

@@ -3,8 +3,16 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use testkit::pages;
+
 fn example(name: &str) -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "examples", name].iter().collect()
+}
+
+fn python() -> PathBuf {
+    let python = Path::new(testkit::HOME).join(".deps/python/bin/python3");
+    assert!(python.exists(), "needs Python with gRPC: run `make test-deps`");
+    python
 }
 
 fn passes(mut command: Command) {
@@ -25,19 +33,16 @@ fn the_example_in_go_lists_a_delta() {
 #[test]
 fn the_example_in_python_lists_a_delta() {
     crate::needs("Python with gRPC");
-    let python = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../.deps/python/bin/python3");
-    assert!(Path::new(python).exists(), "needs Python with gRPC: run `make test-deps`");
-    let mut test = Command::new(python);
+    let mut test = Command::new(python());
     test.arg("test_delta.py").current_dir(example("python")).env("PYTHONDONTWRITEBYTECODE", "1");
-    test.env("CSI_PROTO_DIR", concat!(env!("CARGO_MANIFEST_DIR"), "/../../../proto"));
+    test.env("CSI_PROTO_DIR", Path::new(testkit::HOME).join("proto"));
     passes(test);
 }
 
 /// The chosen commands of docs/tutorial-first-delta.md, and what the page says that they print. What they install is there
 /// already.
 fn of_the_page(chosen: impl Fn(&str) -> bool) -> (String, String) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let page = std::fs::read_to_string(root.join("docs/tutorial-first-delta.md")).expect("the page");
+    let page = pages::read("docs/tutorial-first-delta.md");
     let (mut script, mut printed, mut is_chosen) = (String::new(), String::new(), false);
     for block in page.split("\n```").skip(1).step_by(2) {
         let (language, content) = block.split_once('\n').expect("a block");
@@ -56,7 +61,7 @@ fn of_the_page(chosen: impl Fn(&str) -> bool) -> (String, String) {
 }
 
 fn prints(script: &str, printed: &str) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(testkit::HOME);
     let programs = Path::new(env!("CARGO_BIN_EXE_cbt-lab")).parent().expect("a directory");
     let python = root.join(".deps/python/bin");
     let path = std::env::var("PATH").expect("PATH");
@@ -64,7 +69,7 @@ fn prints(script: &str, printed: &str) {
     let mut bash = Command::new("bash");
     // Also where a command fails, no mock is left.
     let script = format!("trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}");
-    bash.args(["-euc", &script]).current_dir(&root).env("PATH", path).env("PYTHONDONTWRITEBYTECODE", "1");
+    bash.args(["-euc", &script]).current_dir(root).env("PATH", path).env("PYTHONDONTWRITEBYTECODE", "1");
     let output = bash.output().expect("bash");
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{told}");
@@ -74,8 +79,7 @@ fn prints(script: &str, printed: &str) {
 #[test]
 fn the_first_delta_in_python_is_as_its_page_says() {
     crate::needs("Python with gRPC");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    assert!(root.join(".deps/python/bin/python3").exists(), "needs Python with gRPC: run `make test-deps`");
+    python();
     let (script, printed) = of_the_page(|commands| !commands.contains("go run"));
     prints(&script, &printed);
 }
@@ -95,11 +99,9 @@ fn the_first_delta_in_go_is_as_its_page_says() {
 /// The page shows lines of the client as they are.
 #[test]
 fn the_page_of_the_first_delta_shows_the_client() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../docs/tutorial-first-delta.md");
-    let page = std::fs::read_to_string(page).expect("the page");
-    let client = std::fs::read_to_string(example("python/first_delta.py")).expect("the client");
-    let excerpts: Vec<&str> =
-        page.split("\n```python\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
+    let page = pages::read("docs/tutorial-first-delta.md");
+    let client = pages::read("crates/kit/lab/examples/python/first_delta.py");
+    let excerpts = pages::blocks(&page, "python");
     assert!(!excerpts.is_empty());
     for excerpt in excerpts {
         assert!(client.contains(excerpt), "not in the client:\n{excerpt}");

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::StreamExt;
 use serde_json::Value;
+use testkit::pages;
 
 use super::life::{WITHOUT, lived};
 
@@ -164,15 +165,11 @@ fn every_fault_is_in_the_table() {
     assert_eq!(seen, names());
 }
 
-/// The section of `docs/faults.md` that says what a client makes of faults.
-pub(crate) const CLIENTS: &str = "\n## What a client makes of them\n";
-
 /// The page has a row for every fault, with what it takes and does, and no other.
 #[test]
 fn the_page_is_the_catalogue() {
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../docs/faults.md");
-    let page = std::fs::read_to_string(page).expect("the page");
-    let (page, _) = page.split_once(CLIENTS).expect("the section of clients");
+    let page = pages::read("docs/faults.md");
+    let (page, _) = page.split_once("\n## What a client makes of them\n").expect("the section of clients");
     let rows: BTreeSet<&str> = page.lines().filter(|line| line.starts_with("| `")).collect();
     let all = catalog();
     let mut wanted = BTreeSet::new();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use snapshot_metadata_client::{Advice, Client, Policy};
 
-use super::Lab;
+use testkit::lab::{Lab, clients_table};
 
 /// What comes of a delta under each of these; the page has the same table.
 const SURVIVES: &[(&str, &str)] = &[
@@ -124,15 +124,7 @@ async fn a_client_goes_on_or_says_what_to_do() {
 /// The page has the same table.
 #[test]
 fn the_page_says_what_comes_of_each() {
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../docs/faults.md");
-    let page = std::fs::read_to_string(page).expect("the page");
-    let (_, section) = page.split_once(super::faults::CLIENTS).expect("the section");
-    let section = section.split("\n## ").next().unwrap_or_default();
-    let rows: Vec<Vec<&str>> = section
-        .lines()
-        .filter(|line| line.starts_with("| `"))
-        .map(|row| row.trim_matches('|').split('|').map(str::trim).take(2).collect())
-        .collect();
+    let rows: Vec<Vec<String>> = clients_table().into_iter().map(|row| row[..2].to_vec()).collect();
     // What `cbt-backup` and the community's iterator make of them is the business of the tests beside them.
     let wanted: Vec<[String; 2]> =
         SURVIVES.iter().map(|(fault, outcome)| [format!("`{fault}`"), (*outcome).to_owned()]).collect();

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{Client, block_capability, delta_of, from_snapshot, from_volume, new_volume};
 use prost::Message;
 use proto::{ListSnapshotsRequest, ListVolumesRequest, TopologyRequirement};
 use testkit::cluster::{Cluster, PATIENCE, Router};
@@ -270,11 +270,7 @@ impl Scene {
                 request.encode_to_vec()
             }
             "GetMetadataDelta" => {
-                let request = proto::GetMetadataDeltaRequest {
-                    base_snapshot_id: first,
-                    target_snapshot_id: second,
-                    ..Default::default()
-                };
+                let request = delta_of(&first, &second);
                 request.encode_to_vec()
             }
             // The first field of all of these is the id.
@@ -446,7 +442,8 @@ impl Scene {
 
 /// All calls that tell something, and of those that change something each with a kill and with one of the others: a node that
 /// is silent takes seconds to be given up. With DELTAPATH_TRANSFER_KILLS, each with each.
-fn strikes(fault: Fault) {
+#[apply(root_cases)]
+fn a_fault_in_the_middle_of_any_call(#[values(Fault::Kill, Fault::Cut, Fault::Freeze)] fault: Fault) {
     network::alone(move || async move {
         let mut scene = Scene::new().await;
         scene.tell(fault).await;
@@ -472,22 +469,4 @@ fn strikes(fault: Fault) {
         }
         cluster.finish();
     });
-}
-
-#[test_with::root]
-#[test]
-fn a_kill_in_the_middle_of_any_call() {
-    strikes(Fault::Kill);
-}
-
-#[test_with::root]
-#[test]
-fn a_cut_link_in_the_middle_of_any_call() {
-    strikes(Fault::Cut);
-}
-
-#[test_with::root]
-#[test]
-fn a_freeze_in_the_middle_of_any_call() {
-    strikes(Fault::Freeze);
 }

@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use csi_client::Client;
+use csi_client::{Client, delta_of};
 use testkit::PoolKind;
 use tonic::{Code, Request};
 
@@ -63,37 +63,11 @@ async fn messages_pass_as_the_node_sends_them() {
     }
     // The node's own words: of offsets, of orders, of what is not there.
     for (question, code) in [
+        (delta_of(&target, &base), Code::InvalidArgument),
+        (delta_of(&base, &unknown), Code::NotFound),
+        (delta_of(&base, ""), Code::InvalidArgument),
         (
-            proto::GetMetadataDeltaRequest {
-                base_snapshot_id: target.clone(),
-                target_snapshot_id: base.clone(),
-                ..Default::default()
-            },
-            Code::InvalidArgument,
-        ),
-        (
-            proto::GetMetadataDeltaRequest {
-                base_snapshot_id: base.clone(),
-                target_snapshot_id: unknown.clone(),
-                ..Default::default()
-            },
-            Code::NotFound,
-        ),
-        (
-            proto::GetMetadataDeltaRequest {
-                base_snapshot_id: base.clone(),
-                target_snapshot_id: String::new(),
-                ..Default::default()
-            },
-            Code::InvalidArgument,
-        ),
-        (
-            proto::GetMetadataDeltaRequest {
-                base_snapshot_id: base.clone(),
-                target_snapshot_id: target.clone(),
-                starting_offset: -1,
-                ..Default::default()
-            },
+            proto::GetMetadataDeltaRequest { starting_offset: -1, ..delta_of(&base, &target) },
             Code::OutOfRange,
         ),
     ] {

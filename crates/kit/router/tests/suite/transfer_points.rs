@@ -97,7 +97,8 @@ impl Lab {
     }
 }
 
-async fn deaths(pool: PoolKind) {
+#[apply(every_pool)]
+async fn a_death_before_any_step_of_a_transfer_costs_no_byte(pool: PoolKind) {
     let mut cluster = Cluster::start(pool, 2, &[]).await;
     let (origin, device, mut content) = written(&mut cluster, 1).await;
     let mut client = cluster.client();
@@ -123,19 +124,4 @@ async fn deaths(pool: PoolKind) {
     eprintln!("{pool:?}: {} deaths at a step", lab.deaths);
     assert!(lab.deaths > 5, "only {} deaths", lab.deaths);
     lab.cluster.finish();
-}
-
-#[apply(device_test)]
-async fn a_death_before_any_step_of_a_transfer_costs_no_byte_on_dir() {
-    deaths(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_death_before_any_step_of_a_transfer_costs_no_byte_on_xfs() {
-    deaths(PoolKind::Xfs).await;
-}
-
-#[apply(device_test)]
-async fn a_death_before_any_step_of_a_transfer_costs_no_byte_on_btrfs() {
-    deaths(PoolKind::Btrfs).await;
 }

@@ -14,27 +14,25 @@ const TOKEN: &str = "Authentication";
 const RIGHTS: &str = "Authorization";
 const CALLS: &str = "SnapshotMetadata API";
 
-/// `own!(name, level, section, requirement, function)`: `function(cluster)`.
-macro_rules! own {
-    ($name:literal, $level:expr, $section:expr, $requirement:literal, $test:path) => {
-        vec![Case {
-            name: $name,
-            level: $level,
-            section: $section,
-            requirement: $requirement,
-            needs: &[],
-            run: |cluster| Box::pin($test(cluster)),
-        }]
+/// A case of this side, `function(cluster)`; the two cases of CSI of that name, `function(cluster, kind)`; or one of them.
+macro_rules! case {
+    (own $name:literal ($level:ident $section:ident) $test:path => $requirement:literal) => {
+        Case::one($name, $level, $section, $requirement, &[], |cluster| Box::pin($test(cluster)))
     };
-}
-
-/// `both!(name, function)`: the two cases of CSI of that name, `function(cluster, kind)`.
-macro_rules! both {
-    ($name:literal, $test:path) => {
+    (both $name:literal $test:path) => {
         same(&[
             (concat!("allocated-", $name), |cluster| Box::pin($test(cluster, Allocated))),
             (concat!("delta-", $name), |cluster| Box::pin($test(cluster, Delta))),
         ])
+    };
+    (same $name:literal $test:path) => {
+        same(&[($name, |cluster| Box::pin($test(cluster)))])
+    };
+}
+
+macro_rules! cases {
+    ($($of:ident $name:literal $(($level:ident $section:ident))? $test:path $(=> $requirement:literal)?;)*) => {
+        [$(case!($of $name $(($level $section))? $test $(=> $requirement)?)),*].into_iter().flatten().collect()
     };
 }
 
@@ -51,193 +49,78 @@ fn same(cases: &[(&'static str, Run<Cluster>)]) -> Vec<Case<Cluster>> {
 
 /// All cases.
 pub(super) fn cases() -> Vec<Case<Cluster>> {
-    [
-        own!(
-            "object-address",
-            Must,
-            OBJECT,
-            "spec.address is a host and a port, and somebody listens there",
-            front::address
-        ),
-        own!(
-            "object-audience",
-            Must,
-            OBJECT,
-            "spec.audience says what tokens have to be for",
-            front::audience
-        ),
-        own!(
-            "object-ca",
-            Must,
-            OBJECT,
-            "spec.caCert holds certificates in PEM, all of them valid now",
-            front::authority
-        ),
-        own!(
-            "tls-certificate",
-            Must,
-            TLS,
-            "the server's certificate is for the address's host, and caCert vouches for it",
-            front::certificate
-        ),
-        own!(
-            "tls-old-versions",
-            Must,
-            TLS,
-            "a client that offers nothing later than TLS 1.1 is refused",
-            front::old_versions
-        ),
-        own!("tls-plaintext", Must, TLS, "nothing is served without TLS", front::plaintext),
-        both!("served", errors::served),
-        own!(
-            "client",
-            Must,
-            OBJECT,
-            "a backup tool that goes by the objects finds the service and reads a whole delta",
-            access::client
-        ),
-        both!("order", format::order),
-        both!("overlap", format::overlap),
-        both!("positive-size", format::positive),
-        both!("inside", format::inside),
-        both!("type-known", format::style_known),
-        both!("type-constant", format::style_constant),
-        both!("fixed-size", format::fixed_size),
-        both!("capacity-constant", format::capacity_constant),
-        both!("max-results", format::max_results),
-        both!("first-tuple", offsets::first_tuple),
-        both!("offset-complete", offsets::complete),
-        both!("resume", offsets::resume),
-        both!("offset-at-capacity", offsets::at_capacity),
-        both!("offset-beyond", offsets::beyond),
-        both!("offset-negative", offsets::negative),
-        both!("max-results-negative", errors::negative_bound),
-        same(&[("delta-reversed", |cluster| Box::pin(errors::reversed(cluster)))]),
-        same(&[("delta-same-snapshot", |cluster| Box::pin(errors::same_snapshot(cluster)))]),
-        own!(
-            "token-missing",
-            Must,
-            TOKEN,
-            "a call without security_token is INVALID_ARGUMENT",
-            access::no_token
-        ),
-        own!("token-garbage", Must, TOKEN, "a text that is no token is UNAUTHENTICATED", access::garbage),
-        own!(
-            "token-forged",
-            Must,
-            TOKEN,
-            "a token that the API server did not sign is UNAUTHENTICATED",
-            access::forged
-        ),
-        own!(
-            "token-audience",
-            Must,
-            TOKEN,
-            "a token for another audience, or for the API server, is UNAUTHENTICATED",
-            access::audience
-        ),
-        own!(
-            "token-revoked",
-            Must,
-            TOKEN,
-            "a token whose object was deleted is UNAUTHENTICATED",
-            access::revoked
-        ),
-        own!("token-expired", Must, TOKEN, "a token that has expired is UNAUTHENTICATED", access::expired),
-        own!(
-            "rights-none",
-            Must,
-            RIGHTS,
-            "an account without rights is PERMISSION_DENIED",
-            access::no_rights
-        ),
-        own!(
-            "rights-list",
-            Must,
-            RIGHTS,
-            "to list and watch VolumeSnapshots is not enough: it takes get",
-            access::list_only
-        ),
-        own!(
-            "rights-other-name",
-            Must,
-            RIGHTS,
-            "a right to get another VolumeSnapshot by its name is not enough",
-            access::other_name
-        ),
-        own!(
-            "rights-other-namespace",
-            Must,
-            RIGHTS,
-            "rights in another namespace are not enough",
-            access::other_namespace
-        ),
-        own!(
-            "rights-by-name",
-            Should,
-            RIGHTS,
-            "a right to get the VolumeSnapshots by their names (resourceNames) is enough",
-            access::by_name
-        ),
-        own!(
-            "rights-base",
-            Should,
-            RIGHTS,
-            "a base whose VolumeSnapshot the caller may not get is PERMISSION_DENIED",
-            access::base
-        ),
-        own!(
-            "argument-missing",
-            Must,
-            CALLS,
-            "a missing namespace, name or base is INVALID_ARGUMENT",
-            access::missing_arguments
-        ),
-        own!(
-            "argument-no-name",
-            Must,
-            CALLS,
-            "a name that no object can have is refused, and leads to no other object",
-            access::no_names
-        ),
-        own!(
-            "snapshot-unknown",
-            Must,
-            CALLS,
-            "a VolumeSnapshot that does not exist is NOT_FOUND",
-            access::unknown_snapshot
-        ),
-        own!(
-            "snapshot-elsewhere",
-            Must,
-            CALLS,
-            "a VolumeSnapshot of another namespace is NOT_FOUND",
-            access::elsewhere
-        ),
-        own!(
-            "snapshot-unready",
-            Must,
-            CALLS,
-            "a VolumeSnapshot that is not ready is UNAVAILABLE",
-            access::unready
-        ),
-        own!("base-unknown", Must, CALLS, "a base of no snapshot is NOT_FOUND", access::unknown_base),
-        both!("deadline", streams::deadline),
-        both!("cancel", streams::cancel),
-        both!("slow-reader", streams::slow_reader),
-        both!("concurrent", streams::beside),
-        own!(
-            "snapshot-new",
-            Must,
-            CALLS,
-            "a VolumeSnapshot without a status, as it is at first, is UNAVAILABLE",
-            access::new_snapshot
-        ),
-        own!("alive", Must, CALLS, "after all of this the service answers as at first", access::alive),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
+    cases! {
+        own "object-address" (Must OBJECT) front::address =>
+            "spec.address is a host and a port, and somebody listens there";
+        own "object-audience" (Must OBJECT) front::audience => "spec.audience says what tokens have to be for";
+        own "object-ca" (Must OBJECT) front::authority =>
+            "spec.caCert holds certificates in PEM, all of them valid now";
+        own "tls-certificate" (Must TLS) front::certificate =>
+            "the server's certificate is for the address's host, and caCert vouches for it";
+        own "tls-old-versions" (Must TLS) front::old_versions =>
+            "a client that offers nothing later than TLS 1.1 is refused";
+        own "tls-plaintext" (Must TLS) front::plaintext => "nothing is served without TLS";
+        both "served" errors::served;
+        own "client" (Must OBJECT) access::client =>
+            "a backup tool that goes by the objects finds the service and reads a whole delta";
+        both "order" format::order;
+        both "overlap" format::overlap;
+        both "positive-size" format::positive;
+        both "inside" format::inside;
+        both "type-known" format::style_known;
+        both "type-constant" format::style_constant;
+        both "fixed-size" format::fixed_size;
+        both "capacity-constant" format::capacity_constant;
+        both "max-results" format::max_results;
+        both "first-tuple" offsets::first_tuple;
+        both "offset-complete" offsets::complete;
+        both "resume" offsets::resume;
+        both "offset-at-capacity" offsets::at_capacity;
+        both "offset-beyond" offsets::beyond;
+        both "offset-negative" offsets::negative;
+        both "max-results-negative" errors::negative_bound;
+        same "delta-reversed" errors::reversed;
+        same "delta-same-snapshot" errors::same_snapshot;
+        own "token-missing" (Must TOKEN) access::no_token =>
+            "a call without security_token is INVALID_ARGUMENT";
+        own "token-garbage" (Must TOKEN) access::garbage => "a text that is no token is UNAUTHENTICATED";
+        own "token-forged" (Must TOKEN) access::forged =>
+            "a token that the API server did not sign is UNAUTHENTICATED";
+        own "token-audience" (Must TOKEN) access::audience =>
+            "a token for another audience, or for the API server, is UNAUTHENTICATED";
+        own "token-revoked" (Must TOKEN) access::revoked =>
+            "a token whose object was deleted is UNAUTHENTICATED";
+        own "token-expired" (Must TOKEN) access::expired => "a token that has expired is UNAUTHENTICATED";
+        own "rights-none" (Must RIGHTS) access::no_rights => "an account without rights is PERMISSION_DENIED";
+        own "rights-list" (Must RIGHTS) access::list_only =>
+            "to list and watch VolumeSnapshots is not enough: it takes get";
+        own "rights-other-name" (Must RIGHTS) access::other_name =>
+            "a right to get another VolumeSnapshot by its name is not enough";
+        own "rights-other-namespace" (Must RIGHTS) access::other_namespace =>
+            "rights in another namespace are not enough";
+        own "rights-by-name" (Should RIGHTS) access::by_name =>
+            "a right to get the VolumeSnapshots by their names (resourceNames) is enough";
+        own "rights-base" (Should RIGHTS) access::base =>
+            "a base whose VolumeSnapshot the caller may not get is PERMISSION_DENIED";
+        own "argument-missing" (Must CALLS) access::missing_arguments =>
+            "a missing namespace, name or base is INVALID_ARGUMENT";
+        own "argument-no-name" (Must CALLS) access::no_names =>
+            "a name that no object can have is refused, and leads to no other object";
+        own "snapshot-unknown" (Must CALLS) access::unknown_snapshot =>
+            "a VolumeSnapshot that does not exist is NOT_FOUND";
+        own "snapshot-elsewhere" (Must CALLS) access::elsewhere =>
+            "a VolumeSnapshot of another namespace is NOT_FOUND";
+        own "snapshot-unready" (Must CALLS) access::unready =>
+            "a VolumeSnapshot that is not ready is UNAVAILABLE";
+        own "base-unknown" (Must CALLS) access::unknown_base => "a base of no snapshot is NOT_FOUND";
+        both "deadline" streams::deadline;
+        both "cancel" streams::cancel;
+        both "slow-reader" streams::slow_reader;
+        both "concurrent" streams::beside;
+        own "snapshot-new" (Must CALLS) access::new_snapshot =>
+            "a VolumeSnapshot without a status, as it is at first, is UNAVAILABLE";
+        own "alive" (Must CALLS) access::alive => "after all of this the service answers as at first";
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,67 @@
+//! The pages of this repository, as tests hold them against the programs.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use crate::HOME;
+
+/// A file of the repository.
+pub fn read(path: &str) -> String {
+    std::fs::read_to_string(Path::new(HOME).join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// The section whose heading, of the second level, begins so.
+#[track_caller]
+pub fn section<'p>(page: &'p str, heading: &str) -> &'p str {
+    let found = page.split("\n## ").skip(1).find(|section| section.starts_with(heading));
+    found.unwrap_or_else(|| panic!("the page has no section \"{heading}\""))
+}
+
+/// The blocks of code in a language.
+pub fn blocks<'p>(page: &'p str, language: &str) -> Vec<&'p str> {
+    let blocks = page.split("\n```").skip(1).step_by(2);
+    blocks.filter_map(|block| block.strip_prefix(language)?.strip_prefix('\n')).collect()
+}
+
+/// The cells of the rows that begin so.
+pub fn rows<'p>(text: &'p str, begin: &str) -> Vec<Vec<&'p str>> {
+    let cells = |row: &'p str| row.trim_matches('|').split('|').map(str::trim).collect();
+    text.lines().filter(|line| line.starts_with(begin)).map(cells).collect()
+}
+
+/// What stands between backticks.
+pub fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+/// Fails where a page names a test, as `file::test`, that is in none of these suites; how many it names.
+#[track_caller]
+pub fn assert_has_tests(page: &str, suites: &[&str]) -> usize {
+    let named: Vec<_> = quoted(page).filter_map(|name| name.split_once("::")).collect();
+    for (file, test) in &named {
+        let has_test = |suite: &&str| {
+            let source = std::fs::read_to_string(format!("{HOME}/{suite}/{file}.rs"));
+            source.is_ok_and(|source| source.contains(&format!("fn {test}(")))
+        };
+        assert!(suites.iter().any(has_test), "the page names the test {file}::{test}, which is nowhere");
+    }
+    named.len()
+}
+
+/// Fails where the section of `program` lacks one of its flags (`help` and `version` need none), or names another. `flags` are
+/// without dashes.
+#[track_caller]
+pub fn assert_names_every_flag<'a>(program: &str, flags: impl IntoIterator<Item = &'a str>) -> String {
+    let page = read("docs/reference.md");
+    let section = section(&page, &format!("Flags of `{program}`"));
+    let is_letter = |c: char| c.is_ascii_lowercase() || c == '-';
+    let named = section.split("`--").skip(1).map(|rest| rest.split(|c| !is_letter(c)).next().unwrap_or(rest));
+    let named: BTreeSet<&str> = named.collect();
+    let flags: BTreeSet<&str> = flags.into_iter().collect();
+    for flag in flags.iter().filter(|flag| !["help", "version"].contains(flag)) {
+        assert!(named.contains(flag), "--{flag} of {program} is not in the reference");
+    }
+    let unknown: Vec<&&str> = named.difference(&flags).collect();
+    assert!(unknown.is_empty(), "the reference gives {program} flags that it does not have: {unknown:?}");
+    section.to_owned()
+}
