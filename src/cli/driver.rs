@@ -79,9 +79,9 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     max_volumes_per_node: u32,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. An IP address and port, such as
-    /// 0.0.0.0:9810. Default: not served.
-    #[arg(long, value_name = "ADDRESS:PORT", value_parser = address)]
-    metrics_address: Option<SocketAddr>,
+    /// 127.0.0.1:9810, or :9810. Default: not served.
+    #[arg(long, value_name = "[ADDRESS]:PORT", value_parser = shell::http_endpoint)]
+    http_endpoint: Option<SocketAddr>,
     /// Address for deltapath-router, over mutual TLS: CSI without the Node service. An IP address and port, such as
     /// 0.0.0.0:9811. Default: not served.
     #[arg(
@@ -225,7 +225,7 @@ fn run_to_the_end(arguments: Arguments) -> Done {
     let served = runtime.block_on(serve(
         driver.clone(),
         &arguments.endpoint,
-        arguments.metrics_address,
+        arguments.http_endpoint,
         router,
         signals,
     ));

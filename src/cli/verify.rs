@@ -32,6 +32,8 @@ pub(super) struct Arguments {
     /// What is printed on standard output.
     #[arg(long, value_enum, default_value_t = Output::Text)]
     output: Output,
+    #[command(flatten)]
+    quiet: shell::Quiet,
 }
 
 /// What a run found.
@@ -89,7 +91,10 @@ fn verify(
         return Err(format!("snapshot {missing} does not exist").into());
     }
     chosen.retain(|of| wanted.is_empty() || wanted.contains(&of.record.id));
-    let bar = ProgressBar::new(chosen.iter().map(|of| of.bytes).sum());
+    let bar = match shell::tells_progress() {
+        true => ProgressBar::new(chosen.iter().map(|of| of.bytes).sum()),
+        false => ProgressBar::hidden(),
+    };
     bar.set_style(ProgressStyle::with_template(
         "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta} {msg}",
     )?);

@@ -1,4 +1,4 @@
-//! Metrics and health over HTTP, for Prometheus and for probes (`--metrics-address`).
+//! Metrics and health over HTTP, for Prometheus and for probes (`--http-endpoint`).
 //!
 //! What calls count is counted where they end (`csi`); what the driver holds is asked of it at each
 //! scrape. Connections are the business of `serve::http`.
@@ -24,7 +24,7 @@ use crate::metric;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The address cannot be listened on.
-    #[error("listen on {0} (--metrics-address)")]
+    #[error("listen on {0} (--http-endpoint)")]
     Listen(SocketAddr, #[source] std::io::Error),
     /// Something else in the process counts already.
     #[error("install the metrics recorder")]

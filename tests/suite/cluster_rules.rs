@@ -378,7 +378,7 @@ fn ports_are_those_of_the_flags() {
             let declared: BTreeSet<String> =
                 list(&container["ports"]).map(|port| port["containerPort"].to_string()).collect();
             let flags = flags(container);
-            for flag in ["metrics-address", "http-endpoint", "port"] {
+            for flag in ["http-endpoint", "port"] {
                 let Some(value) = flags.get(flag) else { continue };
                 let port = value.rsplit(':').next().expect("a port");
                 assert!(

@@ -3,6 +3,7 @@
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -138,7 +139,7 @@ fn exit_codes_are_the_same_in_all_programs() {
     row("cbt-lab faults --listen https://127.0.0.1:0 --upstream unix://@/csi.sock", 2, "--ca-file");
     row(&format!("{conformance} --focus no-such-case"), 2, "--list");
     // What is not there, is taken, or does not answer.
-    row(&format!("{driver} --metrics-address {taken}"), 1, "--metrics-address");
+    row(&format!("{driver} --http-endpoint {taken}"), 1, "--http-endpoint");
     row(&driver.replace("csi.sock", "taken.sock"), 1, "another process listens");
     row(&driver.replace("csi.sock", "no/dir/csi.sock"), 1, "no/dir");
     row(&format!("{gateway} --http-endpoint {taken}"), 1, "--http-endpoint");
@@ -223,15 +224,38 @@ fn every_program_has_completions_and_man_pages() {
     }
 }
 
-/// Every length of time is written in one way.
+/// One thing has one name, and is written in one way.
 #[test]
-fn all_flags_that_are_a_length_of_time_take_a_unit_or_seconds() {
+fn flags_that_mean_the_same_are_the_same_in_all_programs() {
     let dir = testkit::temp_dir();
     let mut flags = 0;
+    let (mut sockets, mut servers, mut quiet) = (Vec::new(), Vec::new(), Vec::new());
     for (program, commands) in PROGRAMS {
         for command in [&[""], commands].concat() {
-            let line = format!("{program} {command}");
+            let line = format!("{program} {command}").trim_end().to_owned();
             let help = String::from_utf8(run(&format!("{line} --help"), dir.path()).stdout).expect("UTF-8");
+            let has = |flag: &str| {
+                let flags = help.lines().filter_map(|line| line.trim_start().strip_prefix("--"));
+                flags.map(|rest| rest.split(' ').next()).any(|name| name == Some(flag))
+            };
+            let is_taken = |flag: &str| {
+                let told = said(&run(&format!("{line} {flag} --no-such-flag"), dir.path()));
+                assert!(told.contains("unexpected argument '--no-such-flag'"), "{line} {flag}: {told}");
+            };
+            if has("endpoint") || has("csi-address") {
+                sockets.push(line.clone());
+                is_taken("--endpoint unix:///csi.sock");
+                is_taken("--csi-address unix:///csi.sock");
+            }
+            assert!(!help.contains("metrics-address"), "{line}: {help}");
+            if has("http-endpoint") {
+                servers.push(line.clone());
+                is_taken("--metrics-address :0");
+                is_taken("--http-endpoint 127.0.0.1:0");
+            }
+            if help.contains(" -q, --quiet\n") {
+                quiet.push(line.clone());
+            }
             assert!(!help.contains("<SECONDS"), "{line}: {help}");
             for flag in help.lines().filter_map(|line| line.trim().strip_suffix(" <AGE>")) {
                 flags += 1;
@@ -248,6 +272,55 @@ fn all_flags_that_are_a_length_of_time_take_a_unit_or_seconds() {
         }
     }
     assert!(flags > 20, "{flags}");
+    assert_eq!(
+        sockets,
+        [
+            "deltapath driver",
+            "deltapath-gateway",
+            "deltapath-router",
+            "deltapath-router delete-volume",
+            "deltapath-router node-certificate",
+            "cbt-backup full",
+            "cbt-backup incremental",
+            "cbt-backup auto",
+            "cbt-backup show",
+            "cbt-earlier differential",
+            "cbt-earlier cbt-http",
+            "cbt-lab bench",
+            "cbt-lab conformance",
+        ]
+    );
+    assert_eq!(
+        servers,
+        [
+            "deltapath driver",
+            "deltapath-gateway",
+            "deltapath-router",
+            "cbt-earlier differential",
+            "cbt-earlier aggregated",
+            "cbt-earlier cbt-http",
+        ]
+    );
+    assert_eq!(
+        quiet,
+        [
+            "deltapath verify",
+            "cbt-backup full",
+            "cbt-backup incremental",
+            "cbt-backup auto",
+            "cbt-backup run",
+            "cbt-backup restore",
+            "cbt-backup verify",
+            "cbt-lab bench",
+        ]
+    );
+    // A program that is installed as a plugin of kubectl goes by kubectl's name.
+    for (name, usage) in
+        [("cbt-backup", "Usage: cbt-backup list"), ("kubectl-cbt", "Usage: kubectl cbt list")]
+    {
+        let output = command("cbt-backup list --no-such-flag", dir.path()).arg0(name).output().expect("run");
+        assert!(said(&output).contains(usage), "{name}: {}", said(&output));
+    }
 }
 
 /// What a command is for: to print something, or to do something and to say so.
@@ -270,7 +343,11 @@ async fn output_that_nobody_takes_ends_no_work() {
     std::os::unix::fs::symlink(rig.dir.path(), dir.join("rig")).expect("a link");
     let json = "--endpoint unix://@/rig/csi.sock --runs 1 --size 64Mi --data 1Mi --changed 1 --snapshots 0 --settle 0 \
                 --write-time 0 --output json --json @/bench.json";
-    assert_eq!(run(&format!("cbt-lab bench {json}"), dir).status.code(), Some(0));
+    for (flag, tells) in [("", true), (" --quiet", false)] {
+        let output = run(&format!("cbt-lab bench {json}{flag}"), dir);
+        assert_eq!(output.status.code(), Some(0));
+        assert_eq!(said(&output).contains("step 1 of "), tells, "{flag}: {}", said(&output));
+    }
     let suite =
         "cbt-lab conformance --endpoint unix://@/rig/csi.sock --volume-size 64Mi --focus ^delta-served$";
     let mut rows = Vec::new();

@@ -43,7 +43,7 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
 #[apply(device_test)]
 async fn the_backlog_is_what_is_still_to_be_hashed() {
     let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
     let mut orders = testkit::orders::Orders::new(rig.dir.path());
     orders.hold(1, "hashing", 5_000);
@@ -70,7 +70,7 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
 #[apply(device_test)]
 async fn a_flood_of_scrapes_takes_few_threads() {
     let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--http-endpoint", &address.to_string()], "info").await;
     let process = format!("/proc/{}/status", rig.pid());
     let threads = || {
         let status = std::fs::read_to_string(&process).expect("status");
@@ -96,7 +96,7 @@ async fn a_flood_of_scrapes_takes_few_threads() {
 #[apply(device_test)]
 async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
     Content::default().write(&device, 0, 10, 1);
     let snapshot = rig.snapshot("counted", &volume).await;
@@ -163,7 +163,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
 #[apply(device_test)]
 async fn a_probe_tells_when_the_pool_is_gone() {
     let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
     let pool = rig.pool_dir();
     let request = csi_client::new_volume("volume", MIB, csi_client::block_capability());
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;
@@ -199,20 +199,20 @@ async fn a_taken_metrics_address_is_an_error() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
     let output = testkit::driver_command(dir.path(), PoolKind::Dir)
-        .args(["--metrics-address", &taken.local_addr().expect("address").to_string()])
+        .args(["--http-endpoint", &taken.local_addr().expect("address").to_string()])
         .stderr(std::process::Stdio::piped())
         .output()
         .expect("run");
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("--metrics-address"), "{said}");
+    assert!(said.contains("--http-endpoint"), "{said}");
 }
 
 /// Found from outside: 64 connections that asked for metrics without reading them held every place for ever.
 #[apply(device_test)]
 async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
     let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--http-endpoint", &address.to_string()], "info").await;
     let mut crowd = Vec::new();
     for _ in 0..300 {
         let mut stream = tokio::net::TcpStream::connect(address).await.expect("connect");
@@ -235,7 +235,7 @@ async fn a_log_that_nobody_reads_stops_no_call() {
     let (address, dir) = (free_address(), tempfile::tempdir().expect("temp dir"));
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let mut driver = testkit::driver_command(dir.path(), PoolKind::Dir)
-        .args(["--metrics-address", &address.to_string()])
+        .args(["--http-endpoint", &address.to_string()])
         .env("RUST_LOG", "trace")
         .stderr(writer)
         .spawn()

@@ -104,7 +104,7 @@ fn own_sockets(pid: u32) -> HashSet<String> {
 /// The driver listens only on its UNIX socket, unless it serves metrics, and connects to nothing.
 #[apply(device_test)]
 async fn no_port_is_open_without_a_metrics_address() {
-    for (arguments, ports) in [(&[][..], 0), (&["--metrics-address", "127.0.0.1:0"][..], 1)] {
+    for (arguments, ports) in [(&[][..], 0), (&["--http-endpoint", "127.0.0.1:0"][..], 1)] {
         let rig = Rig::start_with(PoolKind::Dir, arguments, "info").await;
         let (all, own) = (internet(rig.pid()), own_sockets(rig.pid()));
         assert!(!own.is_empty(), "a driver has a UNIX socket at least");

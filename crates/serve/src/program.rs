@@ -39,13 +39,6 @@ impl LogFormat {
     }
 }
 
-/// The value of `--http-endpoint`: `[ADDRESS]:PORT`.
-pub fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
-    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
-    text.parse()
-        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
-}
-
 /// A host and a port at which others reach a server.
 pub fn host_and_port(text: &str) -> Result<String, String> {
     let (host, port) = text.rsplit_once(':').unwrap_or_default();

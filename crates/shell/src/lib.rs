@@ -10,10 +10,12 @@ mod pages;
 
 use std::error::Error;
 use std::io::{self, ErrorKind, Write};
+use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use clap::{Command, Parser};
+use clap::{ArgMatches, Args, Command, Parser};
 use serde::Serialize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -52,24 +54,66 @@ macro_rules! say {
     }};
 }
 
-/// The command line, of which a wrong one ends the program. A negative number is a value of its flag, not a flag.
+/// `--quiet`, of each command that says how far it is.
+#[derive(Debug, Args)]
+pub struct Quiet {
+    /// Say nothing on standard error of how far it is.
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+static IS_QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Whether how far the command is may be said: without `--quiet`.
+pub fn tells_progress() -> bool {
+    !IS_QUIET.load(Ordering::Relaxed)
+}
+
+/// Whether the command was given `--quiet`.
+fn is_quiet(given: &ArgMatches) -> bool {
+    given.try_get_one("quiet").is_ok_and(|quiet| quiet == Some(&true))
+        || given.subcommand().is_some_and(|(_, given)| is_quiet(given))
+}
+
+/// What all programs read in one way. A negative number is a value of its flag, not a flag. A socket of a CSI driver is
+/// `--endpoint` or, as the sidecars name it, `--csi-address`; the address of metrics and probes is `--http-endpoint`.
+fn read_alike(command: Command) -> Command {
+    let command = command.mut_args(|of| match of.get_action().takes_values() && !of.is_positional() {
+        true => of.allow_negative_numbers(true),
+        false => of,
+    });
+    let command = command.mut_args(|of| match of.get_long() {
+        Some("endpoint") => of.visible_alias("csi-address"),
+        Some("csi-address") => of.visible_alias("endpoint"),
+        // What deltapath called it; for one release.
+        Some("http-endpoint") => of.alias("metrics-address"),
+        _ => of,
+    });
+    command.mut_subcommands(read_alike)
+}
+
+/// How kubectl calls a plugin: `kubectl cbt` for a program that is installed as `kubectl-cbt`.
+fn as_plugin() -> Option<String> {
+    let path = std::env::args_os().next()?;
+    let name = std::path::Path::new(&path).file_name()?.to_str()?;
+    Some(format!("kubectl {}", name.strip_prefix("kubectl-")?.replace('_', "-")))
+}
+
+/// The command line, of which a wrong one ends the program.
 ///
 /// `completions` and `man`, which every program has, are done here, and end it too.
 pub fn parse<C: Parser>() -> C {
-    fn with_numbers(command: Command) -> Command {
-        let command = command.mut_args(|of| match of.get_action().takes_values() && !of.is_positional() {
-            true => of.allow_negative_numbers(true),
-            false => of,
-        });
-        command.mut_subcommands(with_numbers)
+    let mut program = read_alike(pages::add(C::command()));
+    if let Some(name) = as_plugin() {
+        program = program.bin_name(name);
     }
-    let mut program = with_numbers(pages::add(C::command()));
     if let (Some(version), Some(commit)) = (program.get_version(), COMMIT.filter(|commit| !commit.is_empty()))
     {
         let version: &'static str = format!("{version} ({commit})").leak();
         program = program.version(version);
     }
     let given = program.clone().get_matches();
+    IS_QUIET.store(is_quiet(&given), Ordering::Relaxed);
     match pages::run(&program, &given) {
         Ok(false) => C::from_arg_matches(&given).unwrap_or_else(|error| error.exit()),
         Ok(true) => std::process::exit(0),
@@ -90,6 +134,13 @@ pub fn age(text: &str) -> Result<Duration, String> {
 pub fn age_or_none(text: &str) -> Result<Duration, String> {
     base::age::read(text)
         .ok_or_else(|| "a length of time is a number and a unit (s, m, h, d), such as 5m; or 0".into())
+}
+
+/// The value of `--http-endpoint`: `[ADDRESS]:PORT`.
+pub fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
+    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
+    text.parse()
+        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
 }
 
 /// A number of things, such as `1 snapshot` and `2 snapshots`.

@@ -2,6 +2,7 @@
 //! suite ends whatever the driver or the user does (`ends.rs`), cases that run at once find the same (`jobs.rs`), its flags work
 //! (`usage.rs`), and the driver of docs/tutorial-driver.md passes (`minimal.rs`).
 
+mod ci;
 mod ends;
 mod faults;
 mod jobs;

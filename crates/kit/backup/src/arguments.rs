@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use base::{Endpoint, Quantity};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use shell::Quiet;
 use snapshot_metadata_client::Client;
 
 use crate::error::Error;
@@ -63,6 +64,18 @@ pub enum Output {
     Json,
 }
 
+/// Which cluster is asked, as kubectl's flags name it. Default: what KUBECONFIG or ~/.kube/config says, and in a pod the
+/// pod's.
+#[derive(Debug, Default, Args)]
+pub struct Cluster {
+    /// The kubeconfig that says how to reach the cluster. Default: KUBECONFIG, then ~/.kube/config; in a pod its account.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// The context of the kubeconfig. Default: its current one.
+    #[arg(long, value_name = "NAME")]
+    pub context: Option<String>,
+}
+
 #[derive(Debug, Args)]
 pub struct Source {
     /// Name of the volume in the repository. Backups of one name belong together.
@@ -77,8 +90,10 @@ pub struct Source {
     #[arg(long, value_name = "SOCKET", requires = "snapshot", conflicts_with = "namespace")]
     pub endpoint: Option<Endpoint>,
     /// Ask by way of Kubernetes, as the kubeconfig or the pod's account: --snapshot is a VolumeSnapshot of this namespace.
-    #[arg(long, value_name = "NAME", requires = "snapshot")]
+    #[arg(long, short, value_name = "NAME", requires = "snapshot")]
     pub namespace: Option<String>,
+    #[command(flatten)]
+    pub cluster: Cluster,
     /// File with a token for the snapshot metadata service, such as a projected volume. Default: one is requested, for the
     /// account that asks.
     #[arg(long, value_name = "FILE", requires = "namespace")]
@@ -112,6 +127,8 @@ pub struct Source {
     /// Level of zstd: 1 is quick, 19 small. Below 0, down to -50, it is quicker still and stores more.
     #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = level)]
     pub compression: i32,
+    #[command(flatten)]
+    quiet: Quiet,
 }
 
 /// Back up a claim of a Kubernetes cluster, from the snapshot to the clean-up.
@@ -126,8 +143,10 @@ pub struct RunArguments {
     #[arg(long, value_name = "NAME")]
     pub pvc: String,
     /// Its namespace. Default: that of the kubeconfig or of the pod.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, short, value_name = "NAME")]
     pub namespace: Option<String>,
+    #[command(flatten)]
+    pub cluster: Cluster,
     /// Name of the volume in the repository. Default: NAMESPACE/PVC.
     #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
@@ -163,6 +182,8 @@ pub struct RunArguments {
     /// More flags of `auto`, or of `full` with --full, such as `-- --limit-rate 100M`.
     #[arg(last = true, value_name = "FLAG")]
     pub more: Vec<String>,
+    #[command(flatten)]
+    quiet: Quiet,
 }
 
 /// Restore a backup to a device or file.
@@ -190,6 +211,8 @@ pub struct RestoreArguments {
     /// Segments of 128 MiB at once.
     #[arg(long, value_name = "NUMBER", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=32))]
     pub in_flight: u8,
+    #[command(flatten)]
+    quiet: Quiet,
 }
 
 /// Read everything back and check it.
@@ -210,6 +233,8 @@ pub struct VerifyArguments {
     /// Packs at once, of 16 MiB.
     #[arg(long, value_name = "NUMBER", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub in_flight: u8,
+    #[command(flatten)]
+    quiet: Quiet,
 }
 
 #[derive(Debug, Args)]

@@ -170,7 +170,7 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
     let client = match (&source.endpoint, &source.namespace) {
         (Some(endpoint), _) => arguments::driver(endpoint)?,
         (None, Some(namespace)) => {
-            let api = context.wait(cluster::api())??;
+            let api = context.wait(cluster::api(&source.cluster))??;
             let token = source.token_file.clone().map_or(Token::OwnAccount, Token::File);
             Client::kubernetes(api, namespace, Options { token, ..Options::default() })
         }

@@ -29,7 +29,7 @@ pub struct Progress {
 impl Progress {
     /// Of a volume or a sum of `size` bytes.
     pub fn new(what: &'static str, size: u64) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
+        let bar = (shell::tells_progress() && std::io::stderr().is_terminal()).then(|| {
             let style = "{prefix} {bar:30} {binary_bytes}/{binary_total_bytes} {msg} {eta} left";
             let bar = ProgressBar::new(size).with_prefix(what);
             // A template of ours that does not parse would leave the plain bar.
@@ -72,7 +72,7 @@ impl Progress {
             return;
         }
         let Ok(mut last) = self.last.try_lock() else { return };
-        if last.elapsed() >= EVERY {
+        if shell::tells_progress() && last.elapsed() >= EVERY {
             *last = Instant::now();
             let percent = position * 100 / self.size.max(1);
             shell::say!(

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use base::{Endpoint, Quantity};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, host_and_port, host_name, http_endpoint, review_cache};
+use serve::program::{LogFormat, host_and_port, host_name, review_cache};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// The designs of changed block tracking in Kubernetes (KEP-3314) that came before the stream, in front of any CSI driver.
@@ -183,7 +183,7 @@ struct Common {
     #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
     bind_address: IpAddr,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
-    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = shell::http_endpoint)]
     http_endpoint: SocketAddr,
     /// Certificate chain, in PEM. The file is watched: a new one is used without a restart.
     #[arg(long, value_name = "FILE")]

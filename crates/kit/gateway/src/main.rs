@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use base::Endpoint;
 use clap::Parser;
-use serve::program::{LogFormat, host_and_port, host_name, http_endpoint, review_cache};
+use serve::program::{LogFormat, host_and_port, host_name, review_cache};
 
 /// Thousands of connections come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -53,7 +53,7 @@ struct Arguments {
     #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
     bind_address: IpAddr,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
-    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = shell::http_endpoint)]
     http_endpoint: SocketAddr,
     /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
     #[arg(long, value_name = "FILE")]

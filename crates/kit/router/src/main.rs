@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use base::{DataDirKey, Endpoint};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, Stop, host_and_port, http_endpoint};
+use serve::program::{LogFormat, Stop, host_and_port};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// Messages come and go, of different sizes: glibc keeps more of their memory.
@@ -116,7 +116,7 @@ struct Serve {
     #[arg(long, value_name = "AGE", default_value = "5s", value_parser = shell::age)]
     node_timeout: Duration,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
-    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = shell::http_endpoint)]
     http_endpoint: SocketAddr,
     /// Maximum number of metadata streams at once.
     #[arg(long, value_name = "COUNT", default_value_t = 2048)]

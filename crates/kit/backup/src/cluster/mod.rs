@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 
 use base::Stop;
 use kube::api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 
-use crate::arguments::RunArguments;
+use crate::arguments::{Cluster, RunArguments};
 use crate::error::{Error, Result};
 use crate::repository::{About, random_digits};
 use crate::wait::unless;
@@ -36,16 +37,39 @@ const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 const OURS: &str = "cbt-backup";
 /// What a snapshot of a filesystem needs before a claim of it may be a device.
 const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-change";
+
 /// A client of the API server that the kubeconfig names, or of the pod's own cluster.
-pub async fn api() -> Result<Client> {
-    Client::try_default().await.map_err(|error| {
-        Error::refused(format!("there is no way to the Kubernetes API server: {error}; set KUBECONFIG"))
-    })
+pub async fn api(cluster: &Cluster) -> Result<Client> {
+    let none = |error: &dyn std::error::Error| {
+        Error::refused(format!(
+            "there is no way to the Kubernetes API server: {}; set KUBECONFIG",
+            base::report(error)
+        ))
+    };
+    let options = KubeConfigOptions { context: cluster.context.clone(), ..KubeConfigOptions::default() };
+    let config = match &cluster.kubeconfig {
+        Some(path) => {
+            let kubeconfig = Kubeconfig::read_from(path).map_err(|error| none(&error))?;
+            Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(|error| none(&error))
+        }
+        None if cluster.context.is_some() => {
+            Config::from_kubeconfig(&options).await.map_err(|error| none(&error))
+        }
+        None => Config::infer().await.map_err(|error| none(&error)),
+    }?;
+    Client::try_from(config).map_err(|error| none(&error))
+}
+
+/// How far it is.
+fn tell(what: &str) {
+    if shell::tells_progress() {
+        shell::say!("cbt-backup: {what}");
+    }
 }
 
 /// Makes a backup of a claim, or only cleans up. Nothing but the backup and its base is left, however it ends.
 pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Result<Option<About>> {
-    let client = api().await?;
+    let client = api(&arguments.cluster).await?;
     let namespace = arguments.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
     let name = format!("cbt-backup-{}", arguments.pvc);
     let id = random_digits(16)?;
@@ -275,7 +299,7 @@ impl Run<'_> {
         let placement = self.placement(&claim).await?;
         self.create(SNAPSHOTS, self.snapshot(snapshot)).await?;
         let (content, size) = self.ready(snapshot).await?;
-        shell::say!("cbt-backup: VolumeSnapshot {snapshot} is ready");
+        tell(&format!("VolumeSnapshot {snapshot} is ready"));
         if text(&claim, "/spec/volumeMode") != Some("Block") {
             self.allow_device(&content).await?;
         }
@@ -421,7 +445,7 @@ impl Run<'_> {
                 }
                 Some("Running") if !has_started => {
                     has_started = true;
-                    shell::say!("cbt-backup: pod {} runs", self.name);
+                    tell(&format!("pod {} runs", self.name));
                     None
                 }
                 Some("Running") => None,

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
@@ -280,6 +281,54 @@ pub async fn run_makes_a_backup_and_leaves_nothing(world: World) {
     let output = ended(start(&world, &account, &["--clean-up"])).await;
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(cluster.names("VolumeSnapshot").await, second);
+}
+
+/// `kubectl cbt` is the program under the name `kubectl-cbt`.
+pub async fn a_plugin_of_kubectl_takes_its_flags(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let config = world.gateway_kubeconfig("gateway").await;
+    let _gateway = first_gateway(&world, &config).await;
+    let account = account_of_the_manifest(&world).await;
+    image(&world);
+    claim(&world, "data", "Block").await;
+    // The current context leads nowhere, another one to the cluster and to the namespace.
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(&account).expect("read")).expect("a kubeconfig in JSON");
+    let mut here = config["contexts"][0].clone();
+    here["name"] = json!("here");
+    here["context"]["namespace"] = json!(world.namespace);
+    let nowhere =
+        json!({"name": "nowhere", "context": {"cluster": "nowhere", "user": here["context"]["user"]}});
+    config["clusters"]
+        .as_array_mut()
+        .expect("clusters")
+        .push(json!({"name": "nowhere", "cluster": {"server": "https://127.0.0.1:1"}}));
+    (config["contexts"], config["current-context"]) = (json!([here, nowhere]), json!("nowhere"));
+    let kubeconfig = world.dir.path().join("two-contexts");
+    std::fs::write(&kubeconfig, config.to_string()).expect("write");
+    let plugin = |line: &str, more: &[&str]| {
+        let mut command = tool(&world, Path::new("/none"), &[]);
+        command.arg0("kubectl-cbt").args(line.split(' ')).args(more).spawn().expect("start kubectl-cbt")
+    };
+    let run = "run --pvc data --output json --patience 2s --kubeconfig";
+    let mut cluster = Cluster::new(&world, &account);
+    for (more, words) in [
+        (&[][..], "Connection refused"),
+        (&["--context", "other"], "no way to the Kubernetes API server"),
+        (&["--context", "here", "-n", "other"], "get PersistentVolumeClaim data"),
+    ] {
+        let output = ended(plugin(run, &[&[arg(&kubeconfig)], more].concat())).await;
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{more:?}: {said}");
+        assert!(said.contains(words), "{more:?}: {said}");
+    }
+    let output = cluster.play(plugin(run, &[arg(&kubeconfig), "--context", "here", "--quiet"])).await;
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
+    let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(made["volume"], json!(format!("{}/data", world.namespace)));
+    let output = ended(plugin("list --output json", &[])).await;
+    let list: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(list[0]["id"], made["id"], "{list}");
 }
 
 pub async fn run_cleans_up_after_it_is_interrupted(world: World) {

@@ -84,6 +84,7 @@ fn main() -> ExitCode {
         backup_run::run_needs_no_snapshot_where_its_handle_is_enough,
         backup_run::run_cleans_up_after_it_is_interrupted,
         backup_run::run_says_what_is_missing_and_leaves_nothing,
+        backup_run::a_plugin_of_kubectl_takes_its_flags,
         community::a_backup_tool_of_the_community_works_on_btrfs,
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,

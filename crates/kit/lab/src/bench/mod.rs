@@ -110,6 +110,8 @@ pub(super) struct Arguments {
     /// Also write a page with charts, which needs nothing else.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    #[command(flatten)]
+    quiet: shell::Quiet,
 }
 
 fn volume_size(text: &str) -> Result<Quantity, String> {

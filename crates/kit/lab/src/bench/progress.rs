@@ -23,7 +23,7 @@ struct State {
 
 impl Progress {
     pub fn new(steps: u64) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
+        let bar = (shell::tells_progress() && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new(steps);
             let style = "{bar:30} {pos}/{len} {msg}";
             bar.set_style(
@@ -53,7 +53,9 @@ impl Progress {
             if let Some(bar) = &self.bar {
                 bar.set_position(state.done.saturating_sub(1));
                 bar.set_message(text);
-            } else if state.printed.is_none_or(|printed| printed.elapsed() >= EVERY) {
+            } else if shell::tells_progress()
+                && state.printed.is_none_or(|printed| printed.elapsed() >= EVERY)
+            {
                 state.printed = Some(Instant::now());
                 shell::say!("step {} of {}: {text}", state.done, self.steps);
             }

@@ -47,7 +47,7 @@ async fn figures(port: u16) -> Figures {
 #[apply(device_test)]
 async fn a_transfer_shows_how_far_it_is_and_how_it_ended() {
     let [source, target] = [free_port(), free_port()];
-    let flags = [source, target].map(|port| format!("--metrics-address=127.0.0.1:{port}"));
+    let flags = [source, target].map(|port| format!("--http-endpoint=127.0.0.1:{port}"));
     let [of_source, of_target] = flags.each_ref().map(String::as_str);
     // So slow that nearly everything is left when the driver is started again.
     let drivers: [&[&str]; 2] = [&[of_source], &[of_target, "--transfer-rate=64Ki"]];
