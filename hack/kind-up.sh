@@ -66,6 +66,6 @@ done
 
 "$root/hack/install.sh" "${install[@]}"
 say "done: kubectl --context kind-$CLUSTER get pods --namespace $namespace; hack/e2e.sh runs all examples.
-    A first backup, as docs/backup.md has it:"
-awk '/^```sh$/ { on = 1; next } on && /^```$/ { exit } on' "$root/docs/backup.md" |
+    A first backup, as docs/tutorial-cluster.md has it:"
+awk '/^kubectl/ { found = 1; print; next } found { exit }' "$root/docs/tutorial-cluster.md" |
     sed "s|^kubectl|kubectl --context kind-$CLUSTER|; s| deploy/| $root/deploy/|g"

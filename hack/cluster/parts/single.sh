@@ -34,7 +34,7 @@ part_single() {
     unchanged
 }
 
-# docs/backup.md in a cluster: its commands, as they stand but for where the bucket is.
+# The tutorial and docs/backup.md in a cluster: their commands, as they stand but for where the bucket is.
 backup_page() {
     local server page=$scratch/backup-page
     server=$("$root/hack/s3-server.sh")
@@ -56,10 +56,10 @@ backup_page() {
         kinds=$(tool list --output json | jq -r '.[].kind' | paste -sd ' ')
         [ "$kinds" = "$1" ] || fail "the backups are $kinds, and are to be $1"
     }
-    say "the commands of docs/backup.md for a cluster"
+    say "the commands of docs/tutorial-cluster.md, and those of docs/backup.md for a cluster"
     sed 's/\bfiles\b/data/g' "$root/deploy/examples/filesystem.yaml" | k apply --filename -
     k wait --for condition=ready --timeout 120s pod/data
-    commands_of docs/backup.md |
+    { commands_of docs/tutorial-cluster.md | grep -v ^hack/ && commands_of docs/backup.md; } |
         sed "/^export/,\$d; s|--from-literal AWS_REGION=|--from-literal AWS_ENDPOINT=$AWS_ENDPOINT --from-literal AWS_ALLOW_HTTP=true &|" >"$page"
     grep '^cbt-backup run' "$page" >"$page-again" || fail "docs/backup.md runs no backup in a cluster"
     (cd "$root" && PATH=$root/.deps/image/cbt-backup:$PATH on "$name-a" exec bash -euxo pipefail "$page")
