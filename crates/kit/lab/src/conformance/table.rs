@@ -286,7 +286,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             "delta-unchanged",
             Should,
             DELTA,
-            "between two snapshots with no write there are no changes",
+            "two snapshots without a write between them differ in nothing",
             CALLS,
             complete::unchanged
         ),
@@ -390,7 +390,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             "tail",
             Must,
             ALLOCATED,
-            "of a volume whose size is no multiple of usual blocks, the last bytes are listed, and no other capacity",
+            "if the size of a volume is not a multiple of usual blocks, the last bytes are listed, and no other capacity",
             NONE,
             life::tail
         ),

@@ -36,7 +36,7 @@ fn the_example_in_python_lists_a_delta() {
 /// The chosen commands of docs/tutorial-first-delta.md, and what the page says that they print. What they install is there
 /// already.
 fn of_the_page(chosen: impl Fn(&str) -> bool) -> (String, String) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
     let page = std::fs::read_to_string(root.join("docs/tutorial-first-delta.md")).expect("the page");
     let (mut script, mut printed, mut is_chosen) = (String::new(), String::new(), false);
     for block in page.split("\n```").skip(1).step_by(2) {
@@ -56,7 +56,7 @@ fn of_the_page(chosen: impl Fn(&str) -> bool) -> (String, String) {
 }
 
 fn prints(script: &str, printed: &str) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
     let programs = Path::new(env!("CARGO_BIN_EXE_cbt-lab")).parent().expect("a directory");
     let python = root.join(".deps/python/bin");
     let path = std::env::var("PATH").expect("PATH");
@@ -74,7 +74,7 @@ fn prints(script: &str, printed: &str) {
 #[test]
 fn the_first_delta_in_python_is_as_its_page_says() {
     crate::needs("Python with gRPC");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
     assert!(root.join(".deps/python/bin/python3").exists(), "needs Python with gRPC: run `make test-deps`");
     let (script, printed) = of_the_page(|commands| !commands.contains("go run"));
     prints(&script, &printed);

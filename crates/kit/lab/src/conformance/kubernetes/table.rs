@@ -93,7 +93,7 @@ pub(super) fn cases() -> Vec<Case<Cluster>> {
             "client",
             Must,
             OBJECT,
-            "a backup tool that goes by the objects finds the service and reads a whole delta",
+            "a backup tool that looks at the objects finds the service and reads a whole delta",
             access::client
         ),
         both!("order", format::order),
@@ -121,7 +121,7 @@ pub(super) fn cases() -> Vec<Case<Cluster>> {
             "a call without security_token is INVALID_ARGUMENT",
             access::no_token
         ),
-        own!("token-garbage", Must, TOKEN, "a text that is no token is UNAUTHENTICATED", access::garbage),
+        own!("token-garbage", Must, TOKEN, "a text that is not a token is UNAUTHENTICATED", access::garbage),
         own!(
             "token-forged",
             Must,
