@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# All pages as one book with search: target/book/index.html. Installs mdBook into .deps the first time, in a few minutes.
+# All pages as one book with search: target/book/index.html. Builds mdBook into a cache outside the tree the first time,
+# in a few minutes.
 # Fails if docs/SUMMARY.md lacks a page, or if a link of the book leads nowhere.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 
 version=0.5.4
-mdbook=.deps/mdbook-$version/bin/mdbook
+mdbook=${DELTAPATH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/deltapath}/mdbook-$version/bin/mdbook
 if ! [ -x "$mdbook" ]; then
     echo "book: building mdBook $version"
     "${CARGO:-cargo}" install --quiet --locked --no-default-features --features search --version "$version" \
