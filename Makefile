@@ -35,7 +35,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e book clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -67,7 +67,7 @@ test: deps ## Lint, unit and integration tests on all pools, and nothing left be
 	@echo "make test: what needs programs built by Go or the container image is left to make test-all"
 	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh --without-go
 
-test-all: deps test-deps lint image-rootfs ## Everything that must hold, also with csi-sanity, a Kubernetes API server, an S3 server and the image (needs Go)
+test-all: deps test-deps lint book image-rootfs ## Everything that must hold, also with csi-sanity, a Kubernetes API server, an S3 server and the image (needs Go)
 	hack/no-leaks.sh hack/cluster.sh smoke --if-built
 	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh
 
@@ -82,13 +82,17 @@ unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 bench bench-core soak: export CARGO_PROFILE_RELEASE_LTO = thin
 bench bench-core soak: export CARGO_PROFILE_RELEASE_CODEGEN_UNITS = 4
 
-bench: deps ## What things cost, each beside the bare operation in the same run, in four tables; and the designs beside each other
+bench: deps ## What things cost, each with the bare operation in the same run: tables, and all rows in target/bench.json
 	@hack/test-deps.sh --bench
+	rm -f target/bench.json
 	$(CARGO) bench --locked --bench table
 	$(CARGO) bench --locked --package deltapath-gateway --bench gateway
 	$(CARGO) bench --locked --package cbt-backup --bench backup
 	$(CARGO) bench --locked --package deltapath-earlier --bench designs
 	$(CARGO) bench --locked --package deltapath-router --bench router
+
+charts: ## Draw docs/charts from docs/benchmarks.json
+	DELTAPATH_CHARTS=1 $(CARGO) test --locked --package deltapath-testkit --lib -- charts
 
 bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 	$(CARGO) bench --locked --bench core
@@ -171,6 +175,9 @@ cluster-e2e: ## Kubernetes' own storage tests in a real cluster (builds them fir
 
 image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
 	@hack/image-rootfs.sh
+
+book: ## All pages as one book with search: target/book/index.html
+	@CARGO="$(CARGO)" hack/book.sh
 
 clean: ## Remove what was built
 	$(CARGO) clean

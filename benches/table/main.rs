@@ -23,13 +23,13 @@ mod work;
 use std::time::Duration;
 
 use testkit::PoolKind;
-use testkit::bench::{HEADS, Row, compare, median};
+use testkit::bench::{HEADS, Row, compare, median, record};
 
 /// The pools whose snapshots share blocks.
 const SHARING: [PoolKind; 2] = [PoolKind::Xfs, PoolKind::Btrfs];
 
-/// The page that the rows are compared with.
-const PAGE: &str = "docs/benchmarks.md";
+/// What the rows are compared with.
+const EARLIER: &str = "docs/benchmarks.json";
 
 /// The rows, printed as they come, and all together in the end: also where a later one panics.
 struct Table {
@@ -62,6 +62,7 @@ impl Table {
 
     fn add(&mut self, row: Row) {
         eprintln!("{row}");
+        record(row.id, &row.what, &row.measured, &row.beside, row.must, row.holds);
         self.rows.push(row);
     }
 }
@@ -72,8 +73,9 @@ impl Drop for Table {
         for row in &self.rows {
             println!("{row}");
         }
-        let page = include_str!("../../docs/benchmarks.md");
-        println!("\n{}\n\n{}", host::machine(), compare::report(&self.rows, page, PAGE));
+        let earlier: Vec<serde_json::Value> =
+            serde_json::from_str(include_str!("../../docs/benchmarks.json")).expect("JSON");
+        println!("\n{}\n\n{}", host::machine(), compare::report(&self.rows, &earlier, EARLIER));
     }
 }
 

@@ -32,28 +32,61 @@ fn paths(text: &str) -> Vec<&str> {
 fn pages() -> Vec<String> {
     let mut pages = files("docs", "md");
     pages.extend(files("deploy", "md"));
-    pages.extend(["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(String::from));
+    pages.extend(files("crates", "md"));
+    pages.extend(
+        ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"].map(String::from),
+    );
     pages
+}
+
+/// The names by which a link reaches the headings of a page, as GitHub and mdBook make them.
+fn anchors(page: &str) -> Vec<String> {
+    let mut fenced = false;
+    let mut anchors: Vec<String> = Vec::new();
+    for line in page.lines() {
+        fenced ^= line.trim_start().starts_with("```");
+        let title = line.trim_start_matches('#');
+        if fenced || title == line || !title.starts_with(' ') {
+            continue;
+        }
+        let kept = title.trim().chars().filter(|c| c.is_alphanumeric() || "-_ ".contains(*c));
+        let anchor = kept.collect::<String>().to_lowercase().replace(' ', "-");
+        let same = anchors.iter().filter(|other| **other == anchor).count();
+        anchors.push(if same == 0 { anchor } else { format!("{anchor}-{same}") });
+    }
+    anchors
 }
 
 #[test]
 fn every_path_in_pages_scripts_and_manifests_exists() {
-    let mut seen = 0;
+    let (mut seen, mut headings) = (0, 0);
     let scripts = files("hack", "sh").into_iter().chain(files("deploy", "yaml"));
     for file in pages().into_iter().chain(scripts) {
         let text = read(&file);
-        for path in paths(&text) {
+        for path in paths(&text).into_iter().filter(|_| !file.starts_with("crates") && file != "CHANGELOG.md")
+        {
             assert!(repository().join(path).exists(), "{file} names {path}, which does not exist");
             seen += 1;
         }
-        for target in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
-            if file.ends_with(".md") && !target.is_empty() && !target.contains("://") {
-                let place = repository().join(&file).parent().expect("a directory").join(target);
-                assert!(place.exists(), "{file} links to {target}");
+        if !file.ends_with(".md") {
+            continue;
+        }
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if target.contains("://") {
+                continue;
+            }
+            let (page, heading) = target.split_once('#').unwrap_or((target, ""));
+            let place = repository().join(&file);
+            let place = if page.is_empty() { place } else { place.parent().expect("a directory").join(page) };
+            assert!(place.exists(), "{file} links to {page}");
+            if !heading.is_empty() && page.ends_with(".md") | page.is_empty() {
+                let there = anchors(&std::fs::read_to_string(&place).expect("a page"));
+                assert!(there.iter().any(|anchor| anchor == heading), "{file} links to {target}: {there:?}");
+                headings += 1;
             }
         }
     }
-    assert!(seen > 40, "only {seen} paths are seen");
+    assert!(seen > 40 && headings > 40, "only {seen} paths and {headings} headings are seen");
 }
 
 #[test]

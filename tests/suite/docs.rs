@@ -51,8 +51,17 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for command in ["demo", "verify", "check", "preflight", "man"] {
         real.extend(words(&help("deltapath", command), "--"));
     }
-    for command in ["bench", "conformance", "faults", "mock"] {
-        real.extend(words(&help("cbt-lab", command), "--"));
+    for (command, page) in [
+        ("bench", "docs/lab-bench.md"),
+        ("conformance", "docs/conformance.md"),
+        ("faults", "docs/faults.md"),
+        ("mock", "docs/faults.md"),
+    ] {
+        let (flags, named) = (words(&help("cbt-lab", command), "--"), words(&read(page), "--"));
+        for flag in flags.iter().filter(|flag| *flag != "--help") {
+            assert!(named.contains(flag), "{page} lacks {flag} of cbt-lab {command}");
+        }
+        real.extend(flags);
     }
     // Other tests compare these sections with the flags of the programs.
     let reference = read("docs/reference.md");
@@ -104,6 +113,24 @@ fn every_parameter_in_the_reference_is_accepted() {
     let classes = ["| StorageClass |", "| VolumeSnapshotClass |", "| VolumeAttributesClass |"];
     let of_classes: Vec<Vec<&str>> = classes.iter().flat_map(|class| rows(&page, class)).collect();
     assert_eq!(of_classes.len(), 6);
+    // A refusal says which parameters there are.
+    let wrong = std::collections::HashMap::from([("no".to_owned(), "x".to_owned())]);
+    let refused = [
+        VolumeParameters::parse(&wrong).map(drop),
+        SnapshotParameters::parse(&wrong).map(drop),
+        parse_tuning(&wrong).map(drop),
+    ];
+    for refused in refused {
+        let Err(deltapath::driver::Error::UnknownParameter { known, .. }) = refused else {
+            panic!("{refused:?}");
+        };
+        for name in known.split(", ") {
+            assert!(
+                of_classes.iter().any(|row| row[1].trim_matches('`') == name),
+                "{name} is not in the reference"
+            );
+        }
+    }
     for row in of_classes {
         let name = row[1].trim_matches('`').to_owned();
         let values: Vec<&str> = quoted(row[2]).collect();
@@ -119,6 +146,31 @@ fn every_parameter_in_the_reference_is_accepted() {
             }
         }
     }
+}
+
+#[test]
+fn the_reference_has_the_metrics_of_the_programs_and_no_others() {
+    let is_name = |name: &&str| {
+        let is_part = |c: char| c.is_ascii_lowercase() || c == '_';
+        (name.starts_with("deltapath_") || name.starts_with("cbt_earlier_")) && name.chars().all(is_part)
+    };
+    let mut code = String::new();
+    let mut left = vec!["src", "crates/kit/gateway/src", "crates/kit/router/src", "crates/kit/earlier/src"]
+        .into_iter()
+        .map(|dir| Path::new(env!("CARGO_MANIFEST_DIR")).join(dir))
+        .collect::<Vec<_>>();
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(std::fs::read_dir(&path).expect("list").map(|entry| entry.expect("entry").path()));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            code.push_str(&std::fs::read_to_string(&path).expect("read"));
+        }
+    }
+    let reference = read("docs/reference.md");
+    let real: BTreeSet<&str> = code.split('"').filter(is_name).collect();
+    let documented: BTreeSet<&str> = reference.split('`').filter(is_name).collect();
+    assert!(real.len() > 40, "{real:?}");
+    assert_eq!(real, documented);
 }
 
 /// The example of docs/algorithm.md on a real driver, and the bytes of its files as docs/format.md describes them.

@@ -1,5 +1,7 @@
 //! What the tables of `make bench` have in common.
 
+#[cfg(test)]
+mod charts;
 pub mod compare;
 
 use std::fs::File;
@@ -9,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use files::AlignedBuffer;
+use serde_json::{Value, json};
 
 /// A row: what was measured, beside what, the limit, and whether it holds.
 pub struct Row {
@@ -35,9 +38,45 @@ fn verdict(holds: bool) -> &'static str {
     if holds { "holds" } else { "MISSED" }
 }
 
-/// Prints a row.
+/// Prints a row, and records it.
 pub fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
     println!("| {id} | {what} | {measured} | {beside} | {must} | {} |", verdict(holds));
+    record(id, what, measured, beside, must, holds);
+}
+
+/// Writes a row into target/bench.json. The table is the name of the bench.
+pub fn record(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
+    // target/release/deps/TABLE-HASH
+    let program = std::env::current_exe().expect("this program");
+    let table = program.file_name().and_then(|name| name.to_str()?.split('-').next()).expect("a name");
+    let target = program.ancestors().nth(3).expect("the directory of the build");
+    let row = json!({
+        "table": table, "id": id, "what": what, "measured": measured, "beside": beside, "must": must, "holds": holds
+    });
+    put(&target.join("bench.json"), row);
+}
+
+/// In place of an earlier row that measured the same.
+fn put(file: &Path, row: Value) {
+    let mut rows: Vec<Value> =
+        std::fs::read(file).map_or_else(|_| Vec::new(), |text| serde_json::from_slice(&text).expect("JSON"));
+    rows.retain(|old| ["table", "id", "what"].iter().any(|key| old[key] != row[key]));
+    rows.push(row);
+    let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+    std::fs::write(file, format!("[\n{}\n]\n", lines.join(",\n"))).expect("write");
+}
+
+#[cfg(test)]
+#[test]
+fn a_row_replaces_the_one_that_measured_the_same() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("bench.json");
+    let row = |id: &str, measured: &str| json!({ "table": "t", "id": id, "what": "w", "measured": measured });
+    for (id, measured) in [("a", "1 ms"), ("b", "2 ms"), ("a", "3 ms")] {
+        put(&file, row(id, measured));
+    }
+    let rows: Vec<Value> = serde_json::from_slice(&std::fs::read(&file).expect("read")).expect("JSON");
+    assert_eq!(rows, [row("b", "2 ms"), row("a", "3 ms")]);
 }
 
 pub fn median<T: PartialOrd + Copy>(samples: &[T]) -> T {

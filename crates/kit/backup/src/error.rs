@@ -57,7 +57,7 @@ pub enum Error {
     /// Another may have had the repository meanwhile, and may have removed what this command relies on.
     #[error(
         "the lock on the repository is lost: {why}. Another command may have worked beside this one, so it ends: run it \
-         again; a backup goes on with --resume"
+         again; a backup continues with --resume"
     )]
     LockLost {
         /// How that shows.

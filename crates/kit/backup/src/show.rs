@@ -1,7 +1,9 @@
 //! Maps of volumes, for the terminal and as one HTML file: what holds data, what changed, and a history of both. They are
 //! read from a repository or asked of a driver; the drawing is pure.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::ops::Range;
 use std::path::Path;
 
 use base::{Endpoint, Stop};
@@ -13,7 +15,7 @@ use snapshot_metadata_client::Blocks;
 use tokio::runtime::Handle;
 
 use crate::error::{Error, Result};
-use crate::repository::index::{CELLS, Cells};
+use crate::repository::index::{About, CELLS, Cells};
 use crate::repository::pack::Packs;
 use crate::repository::writer::filled;
 use crate::repository::{BLOCK, Index, Kind, Repository, SEGMENT};
@@ -33,8 +35,8 @@ pub struct Picture {
     pub allocated: Vec<u8>,
     /// The same of what changed; none where all was read.
     pub changed: Option<Vec<u8>>,
-    /// Bytes that a bar of the history stands for: what the backup added.
-    pub cost: Option<u64>,
+    /// The backup, where it is one.
+    pub about: Option<About>,
 }
 
 /// The maps of a backup.
@@ -72,7 +74,7 @@ pub fn of_backup(repository: &Repository, index: &Index) -> Result<Picture> {
         size: about.size,
         allocated: allocated.finish(),
         changed: (about.kind == Kind::Incremental).then(|| index.changed.clone()),
-        cost: Some(about.added),
+        about: Some(about.clone()),
     })
 }
 
@@ -114,7 +116,7 @@ pub fn of_snapshots(
             facts.push(format!("{} changed since {base}", HumanBytes(bytes)));
             changed = Some(cells);
         }
-        Ok(Picture { title: target.to_owned(), facts, size, allocated, changed, cost: None })
+        Ok(Picture { title: target.to_owned(), facts, size, allocated, changed, about: None })
     };
     wait(runtime, stop, read)?
 }
@@ -131,32 +133,35 @@ async fn count(mut blocks: Blocks) -> Result<(Vec<u8>, u64, u64), snapshot_metad
     Ok((cells.finish(), bytes, blocks.capacity()))
 }
 
-/// What a cell shows: the most notable that happened in it.
+/// What a part of a map shows: the most notable that happened in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mark {
     Hole,
     Allocated,
-    Changed,
+    /// Up to so many quarters of it.
+    Changed(u8),
     Cleared,
 }
 
 impl Mark {
-    const ALL: [Mark; 4] = [Mark::Hole, Mark::Allocated, Mark::Changed, Mark::Cleared];
-
-    fn of(allocated: u8, changed: u8) -> Self {
-        match (allocated, changed) {
-            (0, 0) => Mark::Hole,
-            (_, 0) => Mark::Allocated,
-            (0, _) => Mark::Cleared,
-            (_, _) => Mark::Changed,
-        }
-    }
+    const ALL: [Mark; 7] = [
+        Mark::Hole,
+        Mark::Allocated,
+        Mark::Changed(1),
+        Mark::Changed(2),
+        Mark::Changed(3),
+        Mark::Changed(4),
+        Mark::Cleared,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Mark::Hole => "no data",
-            Mark::Allocated => "data",
-            Mark::Changed => "changed",
+            Mark::Allocated => "data, unchanged",
+            Mark::Changed(1) => "up to 25 % changed",
+            Mark::Changed(2) => "up to 50 % changed",
+            Mark::Changed(3) => "up to 75 % changed",
+            Mark::Changed(_) => "over 75 % changed",
             Mark::Cleared => "changed to zeros",
         }
     }
@@ -165,7 +170,10 @@ impl Mark {
         let (glyph, code) = match self {
             Mark::Hole => ('·', "2"),
             Mark::Allocated => ('▒', "36"),
-            Mark::Changed => ('█', "31"),
+            Mark::Changed(1) => ('▂', "31"),
+            Mark::Changed(2) => ('▄', "31"),
+            Mark::Changed(3) => ('▆', "31"),
+            Mark::Changed(_) => ('█', "31"),
             Mark::Cleared => ('○', "33"),
         };
         if has_colour { format!("\x1b[{code}m{glyph}\x1b[0m") } else { glyph.to_string() }
@@ -175,31 +183,61 @@ impl Mark {
         match self {
             Mark::Hole => "h",
             Mark::Allocated => "a",
-            Mark::Changed => "c",
+            Mark::Changed(1) => "c1",
+            Mark::Changed(2) => "c2",
+            Mark::Changed(3) => "c3",
+            Mark::Changed(_) => "c4",
             Mark::Cleared => "z",
         }
     }
 }
 
 impl Picture {
-    /// The marks of equal parts, whose number must divide 1024.
-    fn marks(&self, parts: usize) -> Vec<Mark> {
-        let most = |cells: &[u8]| cells.iter().copied().max().unwrap_or(0);
-        let width = CELLS / parts;
-        let part = |number: usize| {
-            let cells = number * width..(number + 1) * width;
-            let changed = self.changed.as_ref().map_or(0, |changed| most(&changed[cells.clone()]));
-            Mark::of(most(&self.allocated[cells]), changed)
+    /// The marks of equal parts of some cells.
+    fn marks(&self, cells: Range<usize>, parts: usize) -> Vec<Mark> {
+        let edge = |part: usize| cells.start + cells.len() * part / parts;
+        let mark = |part: usize| {
+            let within = edge(part)..edge(part + 1).max(edge(part) + 1);
+            let has_data = self.allocated[within.clone()].iter().any(|fill| *fill > 0);
+            let changed = self.changed.as_ref().map_or(0, |changed| {
+                changed[within.clone()].iter().map(|fill| usize::from(*fill)).sum::<usize>()
+            });
+            match (has_data, changed) {
+                (false, 0) => Mark::Hole,
+                (true, 0) => Mark::Allocated,
+                (false, _) => Mark::Cleared,
+                (true, _) => Mark::Changed((changed * 4).div_ceil(within.len() * 255) as u8),
+            }
         };
-        (0..parts).map(part).collect()
+        (0..parts).map(mark).collect()
     }
 
-    /// The map of the volume in eight lines, for the terminal.
+    fn line(&self, cells: Range<usize>, parts: usize, has_colour: bool) -> String {
+        self.marks(cells, parts).iter().map(|mark| mark.paint(has_colour)).collect()
+    }
+
+    /// Where a cell begins.
+    fn offset(&self, cell: usize) -> u64 {
+        (u128::from(self.size) * cell as u128 / CELLS as u128) as u64
+    }
+
+    /// The map of the volume in eight lines, for the terminal. Each ends with the offset at which it begins.
     pub fn text(&self, has_colour: bool) -> String {
-        let mut text = format!("{}\n{}\n\n", self.title, self.facts.join(", "));
-        for line in self.marks(512).chunks(64) {
-            let line: String = line.iter().map(|mark| mark.paint(has_colour)).collect();
-            text.push_str(&format!("  {line}\n"));
+        let mut text = format!("{}\n", self.title);
+        let mut width = 0;
+        for (at, fact) in self.facts.iter().enumerate() {
+            let between = match at {
+                0 => "",
+                _ if width + fact.len() + 2 > 78 => ",\n",
+                _ => ", ",
+            };
+            width = if between == ",\n" { 0 } else { width + between.len() } + fact.len();
+            text.push_str(&format!("{between}{fact}"));
+        }
+        text.push_str("\n\n");
+        for first in (0..CELLS).step_by(LINE) {
+            let line = self.line(first..first + LINE, 64, has_colour);
+            text.push_str(&format!("  {line}  {}\n", short(self.offset(first))));
         }
         text.push_str(&format!("\n{}", legend(has_colour)));
         text
@@ -207,8 +245,29 @@ impl Picture {
 }
 
 fn legend(has_colour: bool) -> String {
-    let legend = Mark::ALL.map(|mark| format!("{} {}", mark.paint(has_colour), mark.name()));
+    let glyphs = |marks: &[Mark]| marks.iter().map(|mark| mark.paint(has_colour)).collect::<String>();
+    let [hole, data, quarters @ .., cleared] = &Mark::ALL;
+    let legend = [
+        (&[*hole][..], "no data"),
+        (&[*data], "data"),
+        (quarters, "changed, by its share"),
+        (&[*cleared], "changed to zeros"),
+    ];
+    let legend = legend.map(|(marks, name)| format!("{} {name}", glyphs(marks)));
     format!("  {}\n", legend.join("   "))
+}
+
+/// Bytes in at most eight characters.
+fn short(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    for unit in ["B", "KiB", "MiB", "GiB", "TiB", "PiB"] {
+        if value < 1023.5 || unit == "PiB" {
+            let digits = usize::from(value < 9.95 && (value * 10.0).round() % 10.0 != 0.0);
+            return format!("{value:.digits$} {unit}");
+        }
+        value /= 1024.0;
+    }
+    unreachable!("the last unit takes all")
 }
 
 /// The longest name in a table.
@@ -232,77 +291,108 @@ pub fn shown(name: &str) -> String {
     }
 }
 
-/// A line a backup, for the terminal.
-pub fn history(pictures: &[Picture], has_colour: bool) -> String {
-    let mut text = String::new();
-    for picture in pictures {
-        let line: String = picture.marks(64).iter().map(|mark| mark.paint(has_colour)).collect();
-        let cost = picture.cost.map(|cost| format!("{} added", HumanBytes(cost))).unwrap_or_default();
-        text.push_str(&format!("  {line}  {}  {cost}\n", picture.title));
+/// The backups of a volume.
+#[derive(Default)]
+struct History<'a> {
+    /// The largest size of the volume, which the scale shows.
+    most: u64,
+    backups: Vec<(&'a Picture, &'a About)>,
+}
+
+fn volumes(pictures: &[Picture]) -> BTreeMap<&str, History<'_>> {
+    let mut volumes: BTreeMap<&str, History> = BTreeMap::new();
+    for (picture, about) in pictures.iter().filter_map(|picture| Some((picture, picture.about.as_ref()?))) {
+        let history = volumes.entry(&about.volume).or_default();
+        history.most = history.most.max(picture.size).max(1);
+        history.backups.push((picture, about));
     }
-    text.push_str(&format!("\n{}", legend(has_colour)));
+    volumes
+}
+
+/// What was listed as changed; nothing of a full backup.
+fn changed(about: &About) -> Option<u64> {
+    (about.kind == Kind::Incremental).then_some(about.listed)
+}
+
+/// A line a backup, for a terminal of 80 columns.
+pub fn history(pictures: &[Picture], has_colour: bool) -> String {
+    const PARTS: usize = 32;
+    let mut text = String::new();
+    for (volume, History { most, backups }) in volumes(pictures) {
+        let (half, whole) = (short(most / 2), short(most));
+        let scale = format!("0{half:^30}");
+        let scale: String = scale.chars().take(PARTS - whole.len()).chain(whole.chars()).collect();
+        text.push_str(&format!(
+            "{}\n{:27} {scale}  {:>8} {:>8}\n",
+            shown(volume),
+            "BACKUP",
+            "CHANGED",
+            "ADDED"
+        ));
+        for (picture, about) in backups {
+            // As wide as the volume was then.
+            let parts = (PARTS as u128 * u128::from(picture.size)).div_ceil(u128::from(most)) as usize;
+            let line = picture.line(0..CELLS, parts.clamp(1, PARTS), has_colour)
+                + &" ".repeat(PARTS - parts.clamp(1, PARTS));
+            let changed = changed(about).map_or("full".into(), short);
+            text.push_str(&format!(
+                "{:27.27} {line}  {changed:>8} {:>8}\n",
+                shown(&about.id),
+                short(about.added)
+            ));
+        }
+        text.push('\n');
+    }
+    text.push_str(&legend(has_colour));
     text
 }
 
 const STYLE: &str = "
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem; padding: 0 1rem; color: #1c2733; background: #fff; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 1.6rem 0 0; font-weight: 600; }
-p { margin: .2rem 0 .5rem; color: #51606f; } svg { display: block; width: 100%; border-radius: 3px; }
-.h { fill: #eef1f4; } .a { fill: #7fb2d9; } .c { fill: #d0402b; } .z { fill: #e8a63a; } .b { fill: #51606f; }
-p span { display: inline-block; margin-right: .4em; } p span:not(:last-child)::after { content: \" ·\"; }
-ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.5rem; padding: 0; } li svg { width: 1em; height: 1em; display: inline-block; vertical-align: -.1em; margin-right: .4em; }
-@media (prefers-color-scheme: dark) { body { color: #dfe6ec; background: #12181f; } p { color: #9fb0bf; } .h { fill: #232d38; } .a { fill: #4d86b3; } .b { fill: #9fb0bf; } }
+body { font: 13px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 90rem; padding: 0 1rem; color: #1c2733; background: #fff; }
+h1 { font-size: 1.3rem; margin: 0 0 .5rem; } h2 { font-size: 1.05rem; margin: 1.2rem 0 .3rem; }
+p { margin: .2rem 0; color: #51606f; max-width: 70rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 1px .6rem 1px 0; text-align: right; white-space: nowrap; font-weight: 400; } thead th { color: #51606f; }
+th:first-child, td:nth-child(2), th:nth-child(2) { text-align: left; } th:last-child, td:last-child { width: 100%; padding-right: 0; min-width: 18rem; }
+.scale { display: flex; justify-content: space-between; } svg { display: block; width: 100%; height: 16px; }
+ul { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .5rem 0; } li svg { width: 1em; height: 1em; display: inline-block; vertical-align: -.1em; margin-right: .4em; }
+.h { fill: #e6eaee; } .a { fill: #9cc3e6; } .c1 { fill: #f5c4a5; } .c2 { fill: #ec8f61; } .c3 { fill: #d6502f; } .c4 { fill: #9c1414; } .z { fill: #d9b310; }
+@media (prefers-color-scheme: dark) { body { color: #dfe6ec; background: #12181f; } p, thead th { color: #9fb0bf; }
+  .h { fill: #232d38; } .a { fill: #35597a; } .c1 { fill: #7a3d2a; } .c2 { fill: #b8512f; } .c3 { fill: #ef7a45; } .c4 { fill: #ffb48a; } .z { fill: #e3c545; } }
 ";
 
-/// Rows and columns of a map in HTML.
-const COLUMNS: usize = 128;
+/// Parts of a map in HTML.
+const PARTS: usize = 256;
+/// Cells in each of the eight lines of a large map.
+const LINE: usize = CELLS / 8;
+
+impl Picture {
+    /// A line of a map. `most` bytes would fill its width.
+    fn strip(&self, cells: Range<usize>, parts: usize, most: u64) -> String {
+        let width = parts as f64 * most as f64 / self.size.max(1) as f64;
+        let mut svg = format!("<svg viewBox=\"0 0 {width:.2} 1\" preserveAspectRatio=\"none\" role=\"img\">");
+        let mut part = 0;
+        for same in self.marks(cells.clone(), parts).chunk_by(|a, b| a == b) {
+            let offset = |part: usize| self.offset(cells.start + cells.len() * part / parts);
+            let (first, end) = (offset(part), offset(part + same.len()));
+            // To a String: this never fails.
+            let _ = write!(
+                svg,
+                "<rect class=\"{}\" x=\"{part}\" width=\"{}\" height=\"1\"><title>{} from {}: {}</title></rect>",
+                same[0].class(),
+                same.len(),
+                short(end - first),
+                short(first),
+                same[0].name()
+            );
+            part += same.len();
+        }
+        svg + "</svg>"
+    }
+}
 
 /// One file that needs no other.
 pub fn html(title: &str, pictures: &[Picture]) -> String {
-    let mut body = String::new();
-    let most = pictures.iter().filter_map(|picture| picture.cost).max().unwrap_or(0).max(1);
-    for picture in pictures {
-        // To a String: these never fail.
-        let _ = writeln!(
-            body,
-            "<h2>{}</h2>\n<p>{}</p>",
-            escaped(&picture.title),
-            // No line ends between a number and its unit.
-            picture.facts.iter().map(|fact| format!("<span>{}</span> ", escaped(fact))).collect::<String>()
-        );
-        let rows = CELLS / COLUMNS;
-        let _ = writeln!(
-            body,
-            "<svg viewBox=\"0 0 {COLUMNS} {rows}\" role=\"img\" aria-label=\"{}\" preserveAspectRatio=\"none\" style=\"height:{}px\">",
-            escaped(&picture.title),
-            rows * 9
-        );
-        for (row, marks) in picture.marks(CELLS).chunks(COLUMNS).enumerate() {
-            let mut column = 0;
-            for same in marks.chunk_by(|a, b| a == b) {
-                let (width, class) = (same.len(), same[0].class());
-                let cell = picture.size / CELLS as u64;
-                let first = (row * COLUMNS + column) as u64 * cell;
-                let _ = writeln!(
-                    body,
-                    "<rect class=\"{class}\" x=\"{column}\" y=\"{row}\" width=\"{width}\" height=\".92\"><title>{} from {}: {}</title></rect>",
-                    HumanBytes(width as u64 * cell),
-                    HumanBytes(first),
-                    same[0].name()
-                );
-                column += width;
-            }
-        }
-        body.push_str("</svg>\n");
-        if let Some(cost) = picture.cost.filter(|_| pictures.len() > 1) {
-            let width = cost as f64 * 100.0 / most as f64;
-            let _ = writeln!(
-                body,
-                "<svg viewBox=\"0 0 100 1\" preserveAspectRatio=\"none\" style=\"height:6px;margin-top:4px\"><rect class=\"b\" width=\"{width:.2}\" height=\"1\"><title>{} added</title></rect></svg>",
-                HumanBytes(cost)
-            );
-        }
-    }
     let legend: String = Mark::ALL
         .iter()
         .map(|mark| {
@@ -313,15 +403,56 @@ pub fn html(title: &str, pictures: &[Picture]) -> String {
             )
         })
         .collect();
-    let bars = match pictures.len() > 1 && pictures.iter().any(|picture| picture.cost.is_some()) {
-        true => "<p>The bar below a map is what the backup added to the repository, beside the others.</p>",
-        false => "",
-    };
+    let mut body = String::new();
+    for (volume, History { most, backups }) in volumes(pictures) {
+        let scale: String =
+            (0..=4).map(|quarter| format!("<span>{}</span>", short(most / 4 * quarter))).collect();
+        let heading = match volume == title {
+            true => String::new(),
+            false => format!("<h2>{}</h2>\n", escaped(&shown(volume))),
+        };
+        let _ = write!(
+            body,
+            "{heading}<table>\n<thead><tr><th>Backup</th><th>Kind</th><th>Size</th><th>Data</th><th>Changed</th>\
+             <th>Added</th><th>Time</th><th class=\"scale\">{scale}</th></tr></thead>\n<tbody>\n"
+        );
+        for (picture, about) in backups {
+            let _ = writeln!(
+                body,
+                "<tr><th>{}</th><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.1} s</td><td>{}</td></tr>",
+                escaped(&shown(&about.id)),
+                about.kind,
+                short(about.size),
+                short(about.data),
+                changed(about).map(short).unwrap_or_default(),
+                short(about.added),
+                about.milliseconds as f64 / 1e3,
+                picture.strip(0..CELLS, PARTS, most)
+            );
+        }
+        body.push_str("</tbody>\n</table>\n");
+    }
+    if let [picture] = pictures {
+        let facts: Vec<String> = picture.facts.iter().map(|fact| escaped(fact)).collect();
+        let _ = writeln!(body, "<h2>{}</h2>\n<p>{}</p>\n<table>", escaped(&picture.title), facts.join(", "));
+        for first in (0..CELLS).step_by(LINE) {
+            let strip = picture.strip(first..first + LINE, LINE, picture.size);
+            let _ =
+                writeln!(body, "<tr><th>{}</th><td></td><td>{strip}</td></tr>", short(picture.offset(first)));
+        }
+        body.push_str("</table>\n<p>Each line begins at the byte on its left.</p>\n");
+    }
     format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width\">\n<title>{0}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n<ul>{legend}</ul>\n<p>A map is the volume, from left to right and line by line.</p>\n{bars}\n{body}</body>\n</html>\n",
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width\">\n<title>{0}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n\
+         <p>A map shows the volume from its first byte to its last. Point at a part of it to read where that is.</p>\n<ul>{legend}</ul>\n{WORDS}{body}</body>\n</html>\n",
         escaped(title)
     )
 }
+
+/// What the columns mean.
+const WORDS: &str = "<p><b>Size</b> is that of the volume, <b>data</b> what is not zero. <b>Changed</b> is what the driver listed since the \
+backup before; a full backup reads all data. <b>Added</b> is what the repository grew by, compressed. <b>Time</b> is how long the \
+backup took.</p>\n";
 
 /// Writes a page, for others to read, as a whole.
 pub fn write(file: &Path, page: &str) -> Result<()> {
@@ -343,34 +474,80 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn picture(title: &str, changed: bool) -> Picture {
+    fn picture(id: &str, kind: Kind, size: u64) -> Picture {
         let (mut allocated, mut cells) = (vec![0; CELLS], vec![0; CELLS]);
         allocated[..512].fill(9);
-        (cells[0], cells[1023]) = (1, 1);
-        let changed = changed.then_some(cells);
+        (cells[0], cells[1], cells[1023]) = (1, 255, 1);
+        let about = About {
+            id: id.into(),
+            volume: "<v>".into(),
+            created: 0,
+            kind,
+            base: None,
+            why: None,
+            snapshot: None,
+            device: String::new(),
+            size,
+            data: size / 2,
+            listed: 3 << 20,
+            read: 0,
+            added: 1 << 20,
+            milliseconds: 1500,
+        };
         Picture {
-            title: title.into(),
-            facts: vec!["a < b".into()],
-            size: 1 << 30,
+            title: id.into(),
+            facts: vec!["a < b".into(); 20],
+            size,
             allocated,
-            changed,
-            cost: Some(7),
+            changed: (kind == Kind::Incremental).then_some(cells),
+            about: Some(about),
         }
     }
 
     #[test]
     fn a_map_shows_what_changed_above_what_is_there() {
-        let text = picture("x", true).text(false);
+        let text = picture("x", Kind::Incremental, 1 << 30).text(false);
         let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("  ")).collect();
-        assert_eq!(lines[0], format!("  █{}", "▒".repeat(63)));
-        assert_eq!(lines[3], format!("  {}", "▒".repeat(64)));
-        assert_eq!(lines[7], format!("  {}○", "·".repeat(63)));
+        assert_eq!(lines[0], format!("  ▆{}  0 B", "▒".repeat(63)));
+        assert_eq!(lines[3], format!("  {}  384 MiB", "▒".repeat(64)));
+        assert_eq!(lines[7], format!("  {}○  896 MiB", "·".repeat(63)));
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        let full = picture("x", Kind::Full, 1 << 30);
+        assert_eq!(full.text(false).lines().filter(|line| line.contains('▆')).count(), 1, "the legend alone");
+        assert!(picture("x", Kind::Incremental, 8).text(true).contains("\x1b[31m▆\x1b[0m"));
+    }
+
+    #[test]
+    fn a_history_fits_a_terminal_and_shows_how_a_volume_grew() {
+        let pictures =
+            [picture("a", Kind::Full, 1 << 30), picture(&"b".repeat(99), Kind::Incremental, 2 << 30)];
+        let text = history(&pictures, false);
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        let lines: Vec<&str> = text.lines().collect();
         assert_eq!(
-            picture("x", false).text(false).lines().filter(|line| line.contains('█')).count(),
-            1,
-            "the legend alone"
+            lines[1],
+            "BACKUP                      0            1 GiB         2 GiB   CHANGED    ADDED"
         );
-        assert!(picture("x", true).text(true).contains("\x1b[31m█\x1b[0m"));
+        let half = format!("{}{}", "▒".repeat(8), "·".repeat(8));
+        assert_eq!(lines[2], format!("{:27} {half:32}      full    1 MiB", "a"));
+        let map = format!("▂{}{}○", "▒".repeat(15), "·".repeat(15));
+        assert_eq!(lines[3], format!("{} {map}     3 MiB    1 MiB", "b".repeat(27)));
+    }
+
+    #[test]
+    fn the_share_that_changed_has_a_colour() {
+        let mut picture = picture("x", Kind::Incremental, 1 << 30);
+        picture.changed = Some(
+            [[0; 4], [1, 0, 0, 0], [255, 0, 0, 0], [255, 1, 0, 0], [255, 255, 255, 0], [255; 4]].concat(),
+        );
+        let classes: Vec<&str> = picture.marks(0..24, 6).iter().map(|mark| mark.class()).collect();
+        assert_eq!(classes, ["a", "c1", "c1", "c2", "c3", "c4"]);
+    }
+
+    #[test]
+    fn bytes_are_short() {
+        let shown = [0, 1023, 1024, 10_189, 1 << 20, (1 << 30) - 1, 1 << 44, u64::MAX].map(short);
+        assert_eq!(shown, ["0 B", "1023 B", "1 KiB", "10 KiB", "1 MiB", "1 GiB", "16 TiB", "16384 PiB"]);
     }
 
     #[test]
@@ -390,10 +567,16 @@ mod tests {
 
     #[test]
     fn html_needs_no_other_file_and_holds_no_foreign_markup() {
-        let html = html("<b>", &[picture("<script>alert(1)</script>", true), picture("y", false)]);
-        assert!(!html.contains("<script") && !html.contains("<b>") && html.contains("a &lt; b"));
-        assert!(!html.contains("http") && !html.contains("src="));
-        assert_eq!(html.matches("class=\"c\"").count(), 2, "one cell, and the legend");
-        assert_eq!(html.matches("class=\"b\"").count(), 2);
+        let one = picture("<script>", Kind::Incremental, 1 << 30);
+        for html in [
+            html("<b>x", &[one, picture("y", Kind::Full, 1 << 30)]),
+            html("<b>x", &[picture("<script>", Kind::Incremental, 8)]),
+        ] {
+            assert!(!html.contains("<script") && !html.contains("<b>x") && !html.contains("<v>"));
+            assert!(html.contains("&lt;script&gt;") && html.contains("&lt;v&gt;"));
+            assert!(!html.contains("http") && !html.contains("src="));
+        }
+        let many: Vec<Picture> = (0..52).map(|at| picture(&at.to_string(), Kind::Full, 1 << 30)).collect();
+        assert_eq!(html("v", &many).matches("<tr><th>").count(), 53, "a row a backup, and the head");
     }
 }

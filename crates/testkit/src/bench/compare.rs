@@ -1,9 +1,11 @@
-//! What got worse: the rows of a run, held against the same rows of a page.
+//! What got worse: the rows of a run, held against the same rows of docs/benchmarks.json.
 //!
 //! Times of two machines cannot be compared. Ratios to a bare operation of the same run can, and so can the memory and the
 //! open files of a program, and whether a row holds.
 
 use std::fmt::Write;
+
+use serde_json::Value;
 
 use super::Row;
 
@@ -72,7 +74,7 @@ impl std::fmt::Display for Figure {
     }
 }
 
-/// A row as a page has it.
+/// A row that was measured earlier.
 struct Known {
     figures: Vec<Figure>,
     holds: bool,
@@ -80,24 +82,21 @@ struct Known {
 
 impl Known {
     /// The row of the same id that says the same of what it measures.
-    fn find(row: &Row, page: &str) -> Option<Self> {
-        page.lines().find_map(|line| {
-            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
-            let ["", id, what, measured, beside, _, verdict, ""] = cells[..] else { return None };
-            let figures = || Figure::compared(measured, beside);
-            (id == row.id && what == row.what)
-                .then(|| Known { figures: figures(), holds: verdict == super::verdict(true) })
-        })
+    fn find(row: &Row, earlier: &[Value]) -> Option<Self> {
+        let known =
+            earlier.iter().find(|known| known["id"] == row.id && known["what"] == row.what.as_str())?;
+        let figures = Figure::compared(known["measured"].as_str()?, known["beside"].as_str()?);
+        Some(Known { figures, holds: known["holds"].as_bool()? })
     }
 }
 
-/// Which rows are worse than on a page, and which cannot be compared with it.
-pub fn report(rows: &[Row], page: &str, name: &str) -> String {
+/// Which rows are worse than earlier ones, and which cannot be compared with them.
+pub fn report(rows: &[Row], earlier: &[Value], name: &str) -> String {
     let (mut rows_known, mut figures) = (0, 0);
     let (mut worse, mut unknown, mut other) = (Vec::new(), Vec::new(), Vec::new());
     for row in rows {
         let title = format!("{} {}", row.id, row.what);
-        let Some(known) = Known::find(row, page) else {
+        let Some(known) = Known::find(row, earlier) else {
             unknown.push(title);
             continue;
         };
@@ -183,7 +182,11 @@ mod tests {
             row("one figure more", "1 ms", "1.0 x", true),
             row("another kind", "1 ms", "1.0 x", true),
         ];
-        let page: String = old.iter().map(|row| format!("{row}\n")).collect();
+        let json = |row: &Row| {
+            let Row { id, what, measured, beside, must, holds } = row;
+            serde_json::json!({ "id": id, "what": what, "measured": measured, "beside": beside, "must": must, "holds": holds })
+        };
+        let earlier: Vec<Value> = old.iter().map(json).collect();
         let new = [
             row("second ratio", "9 ms", "1.2 x the bare; 63 % of it", true),
             row("within a quarter", "1 ms", "1.25 x, 81 %", true),
@@ -195,15 +198,15 @@ mod tests {
             row("another kind", "1 ms", "100 %", true),
             row("new", "1 ms", "1.0 x", true),
         ];
-        let expected = "8 of 9 rows and 10 figures compared with the page.\n\
+        let expected = "8 of 9 rows and 10 figures compared with the file.\n\
             Worse by more than a quarter, or no longer held:\n\
             - a second ratio: 63 % was 80 %\n\
             - a no longer held: MISSED, and did hold\n\
             - a memory: 26 MiB was 20 MiB\n\
             Not there:\n- a new\n\
             With other figures there:\n- a one figure more\n- a another kind";
-        assert_eq!(report(&new, &page, "the page"), expected);
-        let same = report(&old, &page, "the page");
+        assert_eq!(report(&new, &earlier, "the file"), expected);
+        let same = report(&old, &earlier, "the file");
         assert!(same.contains("held: none.\nNot there: none.\nWith other figures there: none."), "{same}");
     }
 }

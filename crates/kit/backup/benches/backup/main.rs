@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use testkit::bench::row;
+use testkit::bench::{HEADS, row};
 
 use driver::Driver;
 use source::{Content, PIECE, Source};
@@ -160,8 +160,7 @@ fn main() {
     let wants = |name: &str| names.is_empty() || names.iter().any(|wanted| *wanted == name);
     let dir = tempfile::Builder::new().prefix("deltapath-bench-").tempdir().expect("a directory");
     let mut bench = Bench { dir, data, peak: 0 };
-    println!("| # | what | measured | beside, in the same run | must be | |");
-    println!("| --- | --- | --- | --- | --- | --- |");
+    println!("{HEADS}");
     if wants("full") {
         full(&mut bench);
     }
@@ -259,7 +258,10 @@ fn peers(bench: &mut Bench) {
         };
         row(
             "b",
-            &format!("full backup, {} GiB of data of which half is text{level}", bench.data / GIB),
+            &format!(
+                "full backup, {} GiB of data of which half is text{level}, against {program}",
+                bench.data / GIB
+            ),
             &ours.to_string(),
             &format!("{:.1} x the speed of {program}, {theirs}{other}", theirs.median() / ours.median()),
             "faster",

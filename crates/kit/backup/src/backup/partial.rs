@@ -199,7 +199,7 @@ fn name(about: &About) -> String {
 pub fn leave(repository: &Repository, partial: &Partial) {
     match write(repository, partial) {
         Ok(()) => shell::say!(
-            "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume goes on after them",
+            "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume continues after them",
             partial.done.len()
         ),
         Err(error) => tracing::warn!("this backup cannot be resumed: {}", base::report(&error)),

@@ -116,7 +116,7 @@ pub struct Wanted<'c> {
     pub command: &'c str,
     /// How long it waits for others.
     pub wait: Duration,
-    /// It only reads, and goes on without a lock where it may not write one.
+    /// It only reads, and continues without a lock where it may not write one.
     pub is_reader: bool,
 }
 
@@ -151,7 +151,7 @@ impl Lock {
                 Err(error) if wanted.is_reader && is_refused(&error) => {
                     let why = base::report(&error);
                     shell::say!(
-                        "cbt-backup: goes on without a lock, so a prune meanwhile may make it fail: {why}"
+                        "cbt-backup: continues without a lock, so a prune meanwhile may make it fail: {why}"
                     );
                     return Ok(None);
                 }

@@ -31,7 +31,7 @@ fn the_commands_of_the_page_work() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     image.compare(&place.path("restored.img"), 64 * MIB, &base::Stop::default()).expect("equal");
     let html = std::fs::read_to_string(place.path("disk.html")).expect("a page");
-    assert!(html.contains("<h2>"), "{html}");
+    assert!(html.contains("<th>Backup</th>"), "{html}");
     let said = text(&output.stdout);
     assert!(said.contains("all sound") && said.contains("compared, equal"), "{said}");
 }

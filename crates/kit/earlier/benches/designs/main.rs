@@ -25,7 +25,7 @@ use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
-use testkit::bench::Process;
+use testkit::bench::{Process, record};
 use testkit::earlier::aggregation::object;
 use testkit::earlier::world::{World, https, trusting};
 use tokio::net::TcpStream;
@@ -119,6 +119,7 @@ async fn compare(world: &World, sizes: &[u64]) {
                 _ => format!("{:.1} x", time.as_secs_f64() / stream.get_or_insert(time).as_secs_f64()),
             };
             println!("| {} | {} | {beside} | {calls} | {} |", design.name(), shown(time), cost.cells());
+            record(&blocks.to_string(), design.name(), &shown(time), &beside, "", true);
         }
     }
     println!("\nIn 10 s in which nobody asks, the parts and the API server by themselves: {idle}");

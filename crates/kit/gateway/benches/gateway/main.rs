@@ -20,7 +20,7 @@ use proto::kubernetes::{
     GetMetadataDeltaResponse,
 };
 use testkit::api_server::ApiServer;
-use testkit::bench::{Process, median, ms, row};
+use testkit::bench::{HEADS, Process, median, ms, row};
 use testkit::free_port;
 use testkit::gateway::driver::Driver;
 use testkit::gateway::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World};
@@ -52,8 +52,7 @@ fn main() {
     let wants = |row: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == row);
     runtime.block_on(async {
         let api = Arc::new(ApiServer::start().await);
-        println!("| # | what | measured | beside, in the same run | must be | |");
-        println!("| --- | --- | --- | --- | --- | --- |");
+        println!("{HEADS}");
         if wants("a") || wants("b") || wants("c") || wants("d") {
             let bench = Bench::new(&api).await;
             let mut extra = Duration::ZERO;

@@ -122,7 +122,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
         one "delta-across" Must DELTA PAIR complete::across =>
             "base and target need not be neighbours: changes over a snapshot between them are all there";
         one "delta-unchanged" Should DELTA CALLS complete::unchanged =>
-            "between two snapshots with no write there are no changes";
+            "two snapshots without a write between them differ in nothing";
         one "written-on" Must OVERVIEW PAIR life::written_on =>
             "the answers are about snapshots: writes to the volume after them change nothing";
         one "expanded-old-snapshot" Must ALLOCATED EXPANDED life::old_capacity =>
@@ -148,7 +148,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
         one "base-deleted-again" Must DELTA_ERRORS PAIR life::base_deleted_again =>
             "what a driver says of a deleted base it says again, and from an offset: NOT_FOUND, or the same answer";
         one "tail" Must ALLOCATED NONE life::tail =>
-            "of a volume whose size is no multiple of usual blocks, the last bytes are listed, and no other capacity";
+            "if the size of a volume is not a multiple of usual blocks, the last bytes are listed, and no other capacity";
         one "group-members" Must DELTA NONE life::group_members =>
             "snapshots of a group are base and target as any others";
         one "filesystem-volume" Should OVERVIEW NONE life::filesystem =>

@@ -153,7 +153,7 @@ catalog! {
         AudienceNotChecked "audience-not-checked" STREAMS [] "answers tokens for another audience as an earlier call that was let in";
         ExpiryNotChecked "expiry-not-checked" STREAMS [] "answers tokens that have expired as an earlier call that was let in";
         SignatureNotChecked "signature-not-checked" STREAMS []
-            "answers tokens of the right audience and time, signed by nobody, and texts that are no tokens, as an earlier call that was let in";
+            "answers tokens of the right audience and time, without a valid signature, and texts that are not tokens, as an earlier call that was let in";
         RightsNotChecked "rights-not-checked" STREAMS [] "answers calls that were PERMISSION_DENIED as an earlier call that was let in";
         NamespaceNotChecked "namespace-not-checked" STREAMS []
             "answers a snapshot that is NOT_FOUND from the namespace of an earlier call that was let in";

@@ -30,7 +30,7 @@ const NOT_CLAIMED: [&str; 15] = [
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_in_the_mock() {
     crate::needs("csi-sanity");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
     let program = root.join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
     assert!(program.exists(), "needs csi-sanity {VERSION}: run `make test-deps`");
     let dir = tempfile::tempdir().expect("temp dir");

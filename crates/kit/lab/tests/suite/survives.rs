@@ -11,19 +11,19 @@ use testkit::lab::{Lab, clients_table};
 
 /// What comes of a delta under each of these; the page has the same table.
 const SURVIVES: &[(&str, &str)] = &[
-    ("cut:first=1", "whole: it goes on"),
+    ("cut:first=1", "whole: it continues"),
     ("cut", "error: retry"),
     ("cut:after=0", "error: retry"),
-    ("cut:bytes=100,first=1", "whole: it goes on"),
+    ("cut:bytes=100,first=1", "whole: it continues"),
     ("cut:code=OK", "not seen"),
     ("cut:code=NOT_FOUND", "error: full backup"),
-    ("cut:first=1;ignore-offset", "whole: it goes on"),
-    ("stall:after=2,first=1", "whole: it goes on"),
+    ("cut:first=1;ignore-offset", "whole: it continues"),
+    ("stall:after=2,first=1", "whole: it continues"),
     ("stall", "error: retry"),
     ("late-first-message:ms=300", "whole"),
     ("delay:ms=300", "whole"),
     ("drip:ms=20", "whole"),
-    ("reset:call=GetMetadataDelta,after=2,first=1", "whole: it goes on"),
+    ("reset:call=GetMetadataDelta,after=2,first=1", "whole: it continues"),
     ("reset", "error: retry"),
     ("no-first-message", "not seen"),
     ("repeat-message", "error: full backup"),
@@ -92,7 +92,7 @@ async fn outcome(fault: Option<&str>, whole: Option<&[(u64, u64)]>) -> (String, 
             Advice::FullBackup => "error: full backup",
             Advice::Stop => "error: stop",
         },
-        Ok(()) if whole.is_none_or(|whole| whole == ranges) && resumed > 0 => "whole: it goes on",
+        Ok(()) if whole.is_none_or(|whole| whole == ranges) && resumed > 0 => "whole: it continues",
         Ok(()) if whole.is_none_or(|whole| whole == ranges) => "whole",
         Ok(()) => {
             let covers =

@@ -21,7 +21,7 @@ use proto::{
 use rustls::pki_types::ServerName;
 use serve::mutual::{Files, Mutual, Role};
 use testkit::PoolKind;
-use testkit::bench::{Process, median, ms, row};
+use testkit::bench::{HEADS, Process, median, ms, row};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -44,8 +44,7 @@ fn main() {
     let wanted: Vec<_> = arguments.into_iter().filter(|argument| !argument.starts_with('-')).collect();
     let wants = |row: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == row);
     runtime.block_on(async {
-        println!("| # | what | measured | beside, in the same run | must be | |");
-        println!("| --- | --- | --- | --- | --- | --- |");
+        println!("{HEADS}");
         if wants("a") {
             unary().await;
         }

@@ -62,7 +62,7 @@ pub(super) fn cases() -> Vec<Case<Cluster>> {
         own "tls-plaintext" (Must TLS) front::plaintext => "nothing is served without TLS";
         both "served" errors::served;
         own "client" (Must OBJECT) access::client =>
-            "a backup tool that goes by the objects finds the service and reads a whole delta";
+            "a backup tool that looks at the objects finds the service and reads a whole delta";
         both "order" format::order;
         both "overlap" format::overlap;
         both "positive-size" format::positive;
@@ -83,7 +83,7 @@ pub(super) fn cases() -> Vec<Case<Cluster>> {
         same "delta-same-snapshot" errors::same_snapshot;
         own "token-missing" (Must TOKEN) access::no_token =>
             "a call without security_token is INVALID_ARGUMENT";
-        own "token-garbage" (Must TOKEN) access::garbage => "a text that is no token is UNAUTHENTICATED";
+        own "token-garbage" (Must TOKEN) access::garbage => "a text that is not a token is UNAUTHENTICATED";
         own "token-forged" (Must TOKEN) access::forged =>
             "a token that the API server did not sign is UNAUTHENTICATED";
         own "token-audience" (Must TOKEN) access::audience =>
