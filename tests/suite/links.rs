@@ -43,7 +43,7 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
             let request = publish_at(&rig, &volume, link, capability.clone(), false);
             let refused = rig.client.node.node_publish_volume(request).await.expect_err("publish");
             names(refused, "target_path", link);
-            let stage = stage_of(&volume, &link, capability.clone());
+            let stage = stage_of(&volume, link, capability.clone());
             let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
             names(refused, "staging_target_path", link);
             let unpublish = proto::NodeUnpublishVolumeRequest {

@@ -63,7 +63,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     for volume_id in [&volume, &filesystem] {
         let stage = proto::NodeStageVolumeRequest {
             secrets: secrets(),
-            ..stage_of(&volume_id, &staging, mounted.clone())
+            ..stage_of(volume_id, &staging, mounted.clone())
         };
         errors.push(rig.client.node.node_stage_volume(stage).await.expect_err("a refused flag").to_string());
     }
