@@ -156,7 +156,7 @@ impl Scene {
         let mut life = Life::begin(&mut lent, &mut self.tally, &mut self.known).await;
         for step in steps {
             let lived = life.step(step).await;
-            lived.map_err(|said| format!("{step}: {}", life.known.names.spelled(&said)))?;
+            lived.map_err(|said| format!("{step:?}: {}", life.known.names.spelled(&said)))?;
         }
         Ok(())
     }
@@ -188,7 +188,7 @@ impl Scene {
     async fn call(&self, client: &mut Client, calls: &[Call]) {
         for call in calls {
             let answer = make(client, &self.asked(call)).await;
-            assert!(matches!(answer, Answer::Done(_)), "{call}: {answer}");
+            assert!(matches!(answer, Answer::Done(_)), "{call:?}: {answer}");
         }
     }
 

@@ -1,11 +1,11 @@
 //! The calls of a random sequence. They name objects by short names, so that a step has a meaning whatever came before it,
-//! and any step can be left out. They print as readable sentences.
+//! and any step can be left out.
 
 mod plainer;
 mod say;
 
 /// A short name of something: `a`, `b`, ...
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(pub char);
 
 /// The names that clients use. The first of each kind are the most frequent. Volumes and ephemeral volumes have no name in
@@ -185,17 +185,6 @@ pub enum Node {
 /// The name of a node that does not exist.
 pub const ANOTHER: &str = "node-2";
 
-impl Node {
-    /// The node's name in a printed step.
-    pub fn text(self) -> &'static str {
-        match self {
-            Node::This => "node-1",
-            Node::Another => ANOTHER,
-            Node::Empty => "",
-        }
-    }
-}
-
 /// How a list is requested: all pages, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
@@ -254,117 +243,34 @@ pub enum Question {
 pub enum Call {
     CreateVolume(NewVolume),
     DeleteVolume(Ref),
-    ControllerPublish {
-        volume: Ref,
-        node: Node,
-        asked: Use,
-        read_only: bool,
-    },
-    ControllerUnpublish {
-        volume: Ref,
-        node: Node,
-    },
-    Validate {
-        volume: Ref,
-        asked: Use,
-    },
+    ControllerPublish { volume: Ref, node: Node, asked: Use, read_only: bool },
+    ControllerUnpublish { volume: Ref, node: Node },
+    Validate { volume: Ref, asked: Use },
     ListVolumes(Pages),
     GetVolume(Ref),
     ListHealth(Pages),
     GetHealth(Ref),
-    GetCapacity {
-        asked: Option<Use>,
-    },
-    Expand {
-        volume: Ref,
-        size: Size,
-        asked: Option<Use>,
-    },
-    Modify {
-        volume: Ref,
-        read_ahead: &'static str,
-        direct_io: Option<bool>,
-    },
-    CreateSnapshot {
-        name: NewName,
-        volume: Ref,
-        style: Option<&'static str>,
-    },
+    GetCapacity { asked: Option<Use> },
+    Expand { volume: Ref, size: Size, asked: Option<Use> },
+    Modify { volume: Ref, read_ahead: &'static str, direct_io: Option<bool> },
+    CreateSnapshot { name: NewName, volume: Ref, style: Option<&'static str> },
     DeleteSnapshot(Ref),
-    ListSnapshots {
-        pages: Pages,
-        of: Option<Ref>,
-        only: Option<Ref>,
-    },
+    ListSnapshots { pages: Pages, of: Option<Ref>, only: Option<Ref> },
     GetSnapshot(Ref),
-    CreateGroup {
-        name: NewName,
-        volumes: Vec<Ref>,
-        style: Option<&'static str>,
-    },
-    DeleteGroup {
-        group: Ref,
-        members: Members,
-    },
-    GetGroup {
-        group: Ref,
-        members: Members,
-    },
-    Stage {
-        volume: Ref,
-        at: Place,
-        asked: Use,
-    },
-    Unstage {
-        volume: Ref,
-        at: Place,
-    },
-    Publish {
-        volume: Ref,
-        staged: Place,
-        at: Place,
-        asked: Use,
-        read_only: bool,
-    },
-    Unpublish {
-        volume: Ref,
-        at: Place,
-    },
-    /// Of an ephemeral inline volume.
-    PublishEphemeral {
-        handle: Name,
-        at: Place,
-        asked: Use,
-        size: &'static str,
-        read_only: bool,
-    },
-    UnpublishEphemeral {
-        handle: Name,
-        at: Place,
-    },
-    Stats {
-        volume: Ref,
-        at: Place,
-    },
-    NodeHealth {
-        volume: Ref,
-        at: Place,
-    },
-    NodeExpand {
-        volume: Ref,
-        at: Place,
-        size: Size,
-        asked: Option<Use>,
-    },
-    Allocated {
-        snapshot: Ref,
-        cut: Cut,
-    },
-    Delta {
-        base: Ref,
-        target: Ref,
-        cut: Cut,
-    },
+    CreateGroup { name: NewName, volumes: Vec<Ref>, style: Option<&'static str> },
+    DeleteGroup { group: Ref, members: Members },
+    GetGroup { group: Ref, members: Members },
+    Stage { volume: Ref, at: Place, asked: Use },
+    Unstage { volume: Ref, at: Place },
+    Publish { volume: Ref, staged: Place, at: Place, asked: Use, read_only: bool },
+    Unpublish { volume: Ref, at: Place },
+    PublishEphemeral { handle: Name, at: Place, asked: Use, size: &'static str, read_only: bool },
+    UnpublishEphemeral { handle: Name, at: Place },
+    Stats { volume: Ref, at: Place },
+    NodeHealth { volume: Ref, at: Place },
+    NodeExpand { volume: Ref, at: Place, size: Size, asked: Option<Use> },
+    Allocated { snapshot: Ref, cut: Cut },
+    Delta { base: Ref, target: Ref, cut: Cut },
     Ask(Question),
 }
 

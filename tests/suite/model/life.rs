@@ -163,7 +163,7 @@ fn others_are_well(events: &mut [Event], killed: &str) -> Result<(), String> {
             && objects.iter().all(|id| key_of(id).is_some_and(|key| key != killed))
             && objects.iter().all(|id| id.starts_with("vol-") || id.starts_with("snap-"))
         {
-            return Err(format!("{}: no answer, and the node of {killed} was killed", asked.call));
+            return Err(format!("{:?}: no answer, and the node of {killed} was killed", asked.call));
         }
     }
     Ok(())
@@ -347,7 +347,7 @@ impl<'r, 's> Life<'r, 's> {
     /// Makes a call that is not part of a step, and compares its answer with the worlds.
     async fn check(&mut self, call: Call) -> Result<(), String> {
         let event = self.ask(call).await;
-        let said = event.asked.call.to_string();
+        let said = format!("{:?}", event.asked.call);
         if let Answer::Cut = event.answer {
             return Err(format!("then {said}: the connection broke"));
         }

@@ -185,6 +185,16 @@ impl Names {
         }
     }
 
+    /// The message of a use for a volume.
+    pub fn capability(&self, asked: Use, volume: &Ref) -> VolumeCapability {
+        capability(self.access(asked, volume), asked.mode)
+    }
+
+    /// A use with the access that it means for a volume.
+    pub fn asked(&self, asked: Use, volume: &Ref) -> Use {
+        Use { access: self.access(asked, volume), ..asked }
+    }
+
     pub fn path(&self, place: Place) -> String {
         match place {
             Place::Empty => String::new(),

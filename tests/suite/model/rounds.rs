@@ -97,7 +97,7 @@ impl Search<'_> {
                 Vec::new()
             }
             Err(reason) => {
-                self.reasons.push(format!("{}: {reason}", asked.call));
+                self.reasons.push(format!("{:?}: {reason}", asked.call));
                 Vec::new()
             }
         }

@@ -146,7 +146,7 @@ fn story(steps: &[Step], reported: &[String], said: &str) -> String {
             Some(answer) if !answer.is_empty() => format!("  -> {answer}"),
             _ => String::new(),
         };
-        story.push_str(&format!("{:>4}. {step}{answer}\n", number + 1));
+        story.push_str(&format!("{:>4}. {step:?}{answer}\n", number + 1));
     }
     format!("{story}{said}")
 }

@@ -52,36 +52,7 @@ type Made = Result<Reply, Status>;
 
 /// Makes a call.
 pub async fn make(client: &mut Client, asked: &Asked) -> Answer {
-    let names = &*asked.names;
-    let made = match &asked.call {
-        Call::CreateVolume(new) => create_volume(client, names, new).await,
-        Call::Ask(question) => ask(client, *question).await,
-        Call::ListVolumes(pages) => list_volumes(client, *pages).await,
-        Call::ListSnapshots { pages, of, only } => {
-            let of = of.as_ref().map(|of| names.volume(of)).unwrap_or_default();
-            let only = only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default();
-            list_snapshots(client, *pages, of, only).await
-        }
-        Call::Stage { .. }
-        | Call::Unstage { .. }
-        | Call::Publish { .. }
-        | Call::Unpublish { .. }
-        | Call::PublishEphemeral { .. }
-        | Call::UnpublishEphemeral { .. }
-        | Call::Stats { .. }
-        | Call::NodeHealth { .. }
-        | Call::NodeExpand { .. } => node(client, names, &asked.call).await,
-        Call::CreateSnapshot { .. }
-        | Call::DeleteSnapshot(_)
-        | Call::GetSnapshot(_)
-        | Call::CreateGroup { .. }
-        | Call::DeleteGroup { .. }
-        | Call::GetGroup { .. }
-        | Call::Allocated { .. }
-        | Call::Delta { .. } => snapshots(client, names, &asked.call).await,
-        call => volumes(client, names, call).await,
-    };
-    made.into()
+    made(client, &asked.names, &asked.call).await.into()
 }
 
 impl std::convert::From<Made> for Answer {
@@ -141,23 +112,40 @@ async fn create_volume(client: &mut Client, names: &Names, new: &NewVolume) -> M
     Ok(made.volume.map_or(Reply::Nothing, Reply::Volume))
 }
 
-async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
-    let controller = &mut client.controller;
+async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
+    let styled = |style: &Option<&'static str>| {
+        style.iter().map(|style| ("blockMetadataType".to_owned(), (*style).to_owned())).collect()
+    };
+    let members = |group, members: Members| {
+        let (id, mut ids) = names.group(group);
+        if members == Members::ButOne {
+            ids.pop();
+        }
+        (id, ids)
+    };
     match call {
+        Call::CreateVolume(new) => create_volume(client, names, new).await,
+        Call::Ask(question) => ask(client, *question).await,
+        Call::ListVolumes(pages) => list_volumes(client, *pages).await,
+        Call::ListSnapshots { pages, of, only } => {
+            let of = of.as_ref().map(|of| names.volume(of)).unwrap_or_default();
+            let only = only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default();
+            list_snapshots(client, *pages, of, only).await
+        }
         Call::DeleteVolume(volume) => {
             let request =
                 proto::DeleteVolumeRequest { volume_id: names.volume(volume), ..Default::default() };
-            controller.delete_volume(request).await.map(|_| Reply::Nothing)
+            client.controller.delete_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::ControllerPublish { volume, node, asked, read_only } => {
             let request = proto::ControllerPublishVolumeRequest {
                 volume_id: names.volume(volume),
                 node_id: names.node(*node, volume),
-                volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
+                volume_capability: Some(names.capability(*asked, volume)),
                 readonly: *read_only,
                 ..Default::default()
             };
-            controller.controller_publish_volume(request).await.map(|_| Reply::Nothing)
+            client.controller.controller_publish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::ControllerUnpublish { volume, node } => {
             let request = proto::ControllerUnpublishVolumeRequest {
@@ -165,20 +153,20 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
                 node_id: names.node(*node, volume),
                 ..Default::default()
             };
-            controller.controller_unpublish_volume(request).await.map(|_| Reply::Nothing)
+            client.controller.controller_unpublish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Validate { volume, asked } => {
             let request = proto::ValidateVolumeCapabilitiesRequest {
                 volume_id: names.volume(volume),
-                volume_capabilities: vec![capability(names.access(*asked, volume), asked.mode)],
+                volume_capabilities: vec![names.capability(*asked, volume)],
                 ..Default::default()
             };
-            let answer = controller.validate_volume_capabilities(request).await?;
+            let answer = client.controller.validate_volume_capabilities(request).await?;
             Ok(Reply::Confirmed(answer.into_inner().confirmed.is_some()))
         }
         Call::GetVolume(volume) => {
             let request = proto::ControllerGetVolumeRequest { volume_id: names.volume(volume) };
-            Ok(Reply::Status(controller.controller_get_volume(request).await?.into_inner()))
+            Ok(Reply::Status(client.controller.controller_get_volume(request).await?.into_inner()))
         }
         Call::ListHealth(pages) => {
             let mut request = proto::ControllerListVolumeHealthRequest {
@@ -188,7 +176,8 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
             };
             let mut unwell = Vec::new();
             loop {
-                let page = controller.controller_list_volume_health(request.clone()).await?.into_inner();
+                let page =
+                    client.controller.controller_list_volume_health(request.clone()).await?.into_inner();
                 unwell.extend(page.entries);
                 if page.next_token.is_empty() {
                     return Ok(Reply::Unwell(unwell));
@@ -201,7 +190,7 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
                 volume_id: names.volume(volume),
                 ..Default::default()
             };
-            let reported = controller.controller_get_volume_health(request).await?.into_inner();
+            let reported = client.controller.controller_get_volume_health(request).await?.into_inner();
             Ok(Reply::Health(reported.volume_health))
         }
         Call::GetCapacity { asked } => {
@@ -209,16 +198,16 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
                 volume_capabilities: asked.iter().map(plain).collect(),
                 ..Default::default()
             };
-            Ok(Reply::Capacity(controller.get_capacity(request).await?.into_inner()))
+            Ok(Reply::Capacity(client.controller.get_capacity(request).await?.into_inner()))
         }
         Call::Expand { volume, size, asked } => {
             let request = proto::ControllerExpandVolumeRequest {
                 volume_id: names.volume(volume),
                 capacity_range: range(*size),
-                volume_capability: asked.map(|asked| capability(names.access(asked, volume), asked.mode)),
+                volume_capability: asked.map(|asked| names.capability(asked, volume)),
                 ..Default::default()
             };
-            Ok(Reply::Expanded(controller.controller_expand_volume(request).await?.into_inner()))
+            Ok(Reply::Expanded(client.controller.controller_expand_volume(request).await?.into_inner()))
         }
         Call::Modify { volume, read_ahead, direct_io } => {
             let mut request = proto::ControllerModifyVolumeRequest {
@@ -229,24 +218,8 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
             if let Some(direct) = direct_io {
                 request.mutable_parameters.insert("directIO".into(), direct.to_string());
             }
-            controller.controller_modify_volume(request).await.map(|_| Reply::Nothing)
+            client.controller.controller_modify_volume(request).await.map(|_| Reply::Nothing)
         }
-        call => unreachable!("{call} is made elsewhere"),
-    }
-}
-
-async fn snapshots(client: &mut Client, names: &Names, call: &Call) -> Made {
-    let styled = |style: &Option<&'static str>| {
-        style.iter().map(|style| ("blockMetadataType".to_owned(), (*style).to_owned())).collect()
-    };
-    let members = |group, members: Members| {
-        let (id, mut ids) = names.group(group);
-        if members == Members::ButOne {
-            ids.pop();
-        }
-        (id, ids)
-    };
-    match call {
         Call::CreateSnapshot { name, volume, style } => {
             let request = proto::CreateSnapshotRequest {
                 name: name.text("snapshot"),
@@ -306,46 +279,39 @@ async fn snapshots(client: &mut Client, names: &Names, call: &Call) -> Made {
             let list = client.delta(&base, &target, cut.offset.bytes(), cut.most).await;
             list.map(Reply::Blocks).map_err(|csi_client::Error { status, .. }| status)
         }
-        call => unreachable!("{call} is made elsewhere"),
-    }
-}
-
-async fn node(client: &mut Client, names: &Names, call: &Call) -> Made {
-    let node = &mut client.node;
-    match call {
         Call::Stage { volume, at, asked } => {
             let request = proto::NodeStageVolumeRequest {
                 volume_id: names.volume(volume),
                 staging_target_path: names.path(*at),
-                volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
+                volume_capability: Some(names.capability(*asked, volume)),
                 ..Default::default()
             };
-            node.node_stage_volume(request).await.map(|_| Reply::Nothing)
+            client.node.node_stage_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Unstage { volume, at } => {
             let request = proto::NodeUnstageVolumeRequest {
                 volume_id: names.volume(volume),
                 staging_target_path: names.path(*at),
             };
-            node.node_unstage_volume(request).await.map(|_| Reply::Nothing)
+            client.node.node_unstage_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Publish { volume, staged, at, asked, read_only } => {
             let request = proto::NodePublishVolumeRequest {
                 volume_id: names.volume(volume),
                 staging_target_path: names.path(*staged),
                 target_path: names.path(*at),
-                volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
+                volume_capability: Some(names.capability(*asked, volume)),
                 readonly: *read_only,
                 ..Default::default()
             };
-            node.node_publish_volume(request).await.map(|_| Reply::Nothing)
+            client.node.node_publish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Unpublish { volume, at } => {
             let request = proto::NodeUnpublishVolumeRequest {
                 volume_id: names.volume(volume),
                 target_path: names.path(*at),
             };
-            node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
+            client.node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::PublishEphemeral { handle, at, asked, size, read_only } => {
             let mut request = proto::NodePublishVolumeRequest {
@@ -357,14 +323,14 @@ async fn node(client: &mut Client, names: &Names, call: &Call) -> Made {
             };
             request.volume_context.insert("csi.storage.k8s.io/ephemeral".into(), "true".into());
             request.volume_context.insert("size".into(), (*size).into());
-            node.node_publish_volume(request).await.map(|_| Reply::Nothing)
+            client.node.node_publish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::UnpublishEphemeral { handle, at } => {
             let request = proto::NodeUnpublishVolumeRequest {
                 volume_id: format!("csi-{handle}"),
                 target_path: names.path(*at),
             };
-            node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
+            client.node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Stats { volume, at } => {
             let request = proto::NodeGetVolumeStatsRequest {
@@ -372,7 +338,7 @@ async fn node(client: &mut Client, names: &Names, call: &Call) -> Made {
                 volume_path: names.path(*at),
                 ..Default::default()
             };
-            Ok(Reply::Stats(node.node_get_volume_stats(request).await?.into_inner()))
+            Ok(Reply::Stats(client.node.node_get_volume_stats(request).await?.into_inner()))
         }
         Call::NodeHealth { volume, at } => {
             let mut request =
@@ -381,19 +347,20 @@ async fn node(client: &mut Client, names: &Names, call: &Call) -> Made {
                 Place::Staging(_) => request.staging_target_path = names.path(*at),
                 Place::Target(_) | Place::Empty => request.volume_publish_path = names.path(*at),
             }
-            Ok(Reply::Health(node.node_get_volume_health(request).await?.into_inner().volume_health))
+            Ok(Reply::Health(client.node.node_get_volume_health(request).await?.into_inner().volume_health))
         }
         Call::NodeExpand { volume, at, size, asked } => {
             let request = proto::NodeExpandVolumeRequest {
                 volume_id: names.volume(volume),
                 volume_path: names.path(*at),
                 capacity_range: range(*size),
-                volume_capability: asked.map(|asked| capability(names.access(asked, volume), asked.mode)),
+                volume_capability: asked.map(|asked| names.capability(asked, volume)),
                 ..Default::default()
             };
-            Ok(Reply::NodeExpanded(node.node_expand_volume(request).await?.into_inner().capacity_bytes))
+            Ok(Reply::NodeExpanded(
+                client.node.node_expand_volume(request).await?.into_inner().capacity_bytes,
+            ))
         }
-        call => unreachable!("{call} is made elsewhere"),
     }
 }
 

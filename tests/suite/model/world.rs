@@ -229,13 +229,11 @@ impl World {
             Call::CreateVolume(new) => self.create_volume(names, new, answer),
             Call::DeleteVolume(volume) => self.delete_volume(&names.volume(volume), answer),
             Call::ControllerPublish { volume, node, asked, read_only } => {
-                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
-                self.attach(&names.volume(volume), *node, asked, *read_only, answer)
+                self.attach(&names.volume(volume), *node, names.asked(*asked, volume), *read_only, answer)
             }
             Call::ControllerUnpublish { volume, node } => self.detach(&names.volume(volume), *node, answer),
             Call::Validate { volume, asked } => {
-                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
-                self.validate(&names.volume(volume), asked, answer)
+                self.validate(&names.volume(volume), names.asked(*asked, volume), answer)
             }
             Call::ListVolumes(pages) => self.list_volumes(*pages, answer, alone),
             Call::GetVolume(volume) => self.get_volume(&names.volume(volume), answer),
@@ -243,7 +241,7 @@ impl World {
             Call::GetHealth(volume) => self.get_health(&names.volume(volume), answer),
             Call::GetCapacity { asked } => self.get_capacity(*asked, answer, alone),
             Call::Expand { volume, size, asked } => {
-                let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
+                let asked = asked.map(|asked| names.asked(asked, volume));
                 self.expand(&names.volume(volume), *size, asked, answer)
             }
             Call::Modify { volume, read_ahead, .. } => self.modify(&names.volume(volume), read_ahead, answer),
@@ -264,14 +262,17 @@ impl World {
             Call::DeleteGroup { group, members } => self.delete_group(names.group(group), *members, answer),
             Call::GetGroup { group, members } => self.get_group(names.group(group), *members, answer),
             Call::Stage { volume, at, asked } => {
-                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
-                self.stage(&names.volume(volume), *at, asked, answer)
+                self.stage(&names.volume(volume), *at, names.asked(*asked, volume), answer)
             }
             Call::Unstage { volume, at } => self.unstage(&names.volume(volume), *at, answer),
-            Call::Publish { volume, staged, at, asked, read_only } => {
-                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
-                self.publish(&names.volume(volume), *staged, *at, asked, *read_only, answer)
-            }
+            Call::Publish { volume, staged, at, asked, read_only } => self.publish(
+                &names.volume(volume),
+                *staged,
+                *at,
+                names.asked(*asked, volume),
+                *read_only,
+                answer,
+            ),
             Call::Unpublish { volume, at } => self.unpublish(&names.volume(volume), *at, answer),
             Call::PublishEphemeral { handle, at, asked, size, read_only } => {
                 self.publish_ephemeral(*handle, *at, *asked, size, *read_only, answer)
@@ -280,7 +281,7 @@ impl World {
             Call::Stats { volume, at } => self.stats(&names.volume(volume), *at, answer, alone),
             Call::NodeHealth { volume, .. } => self.node_health(&names.volume(volume), answer),
             Call::NodeExpand { volume, at, size, asked } => {
-                let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
+                let asked = asked.map(|asked| names.asked(asked, volume));
                 self.node_expand(&names.volume(volume), *at, *size, asked, answer)
             }
             Call::Allocated { snapshot, cut } => self.allocated(&names.snapshot(snapshot), *cut, answer),

@@ -137,7 +137,7 @@ impl Stage {
     pub fn end(&self, worker: usize, wish: Wish, asked: &Asked, answer: &Answer) {
         self.acknowledged(worker, wish, |moment| {
             if let Err(reason) = moment.world.accept(asked, answer, false) {
-                panic!("{}: {reason}", asked.call);
+                panic!("{:?}: {reason}", asked.call);
             }
             if let Answer::Done(reply) = answer {
                 Arc::make_mut(&mut moment.names).learn(&asked.call, reply);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::api_server::ApiServer;
+pub use crate::eventually;
 use crate::free_port;
 use crate::running::Running;
 use crate::scene;
@@ -278,12 +279,19 @@ impl Sidecar {
             .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
             .args(more);
         let sidecar = Sidecar { running: Running::start(&mut command, &log), port, http };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
-            assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.running.log());
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        let listens = async || std::net::TcpStream::connect(("127.0.0.1", http)).is_ok();
+        eventually("the sidecar listens", listens).await;
         sidecar
+    }
+}
+
+/// A request about what is allocated in a snapshot.
+pub fn about(token: &str, namespace: &str, name: &str) -> GetMetadataAllocatedRequest {
+    GetMetadataAllocatedRequest {
+        security_token: token.to_owned(),
+        namespace: namespace.to_owned(),
+        snapshot_name: name.to_owned(),
+        ..Default::default()
     }
 }
 
@@ -306,13 +314,7 @@ impl Client {
 
     /// All that is allocated.
     pub async fn allocated(&mut self, token: &str, namespace: &str, snapshot: &str) -> Answer {
-        let request = GetMetadataAllocatedRequest {
-            security_token: token.to_owned(),
-            namespace: namespace.to_owned(),
-            snapshot_name: snapshot.to_owned(),
-            ..Default::default()
-        };
-        let answer = self.0.get_metadata_allocated(request).await;
+        let answer = self.0.get_metadata_allocated(about(token, namespace, snapshot)).await;
         collect(answer, |message| message.block_metadata).await
     }
 
@@ -349,13 +351,4 @@ pub fn said(status: Status) -> (Code, String) {
 
 pub fn code(answer: &Answer) -> Code {
     answer.as_ref().map_or_else(|(code, _)| *code, |_| Code::Ok)
-}
-
-/// Waits until something holds.
-pub async fn eventually(what: &str, holds: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !holds().await {
-        assert!(Instant::now() < deadline, "not in a minute: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }

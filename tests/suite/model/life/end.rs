@@ -118,7 +118,7 @@ impl Life<'_, '_> {
         self.learn();
         let id = self.known.names.volume(&Ref::Last(RESTORED));
         compare(&self.rig.data()(&id), content, snapshot.capacity)
-            .map_err(|said| format!("a volume restored from snapshot {of}: {said}"))?;
+            .map_err(|said| format!("a volume restored from snapshot {of:?}: {said}"))?;
         self.check(Call::DeleteVolume(Ref::Last(RESTORED))).await
     }
 

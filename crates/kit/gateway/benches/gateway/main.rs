@@ -23,7 +23,7 @@ use testkit::api_server::ApiServer;
 use testkit::bench::{HEADS, Process, median, ms, row};
 use testkit::free_port;
 use testkit::gateway::driver::Driver;
-use testkit::gateway::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World};
+use testkit::gateway::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, about};
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status, async_trait};
 
@@ -160,12 +160,7 @@ impl Bench {
 
     async fn read_long(&self, client: &mut Client) -> Duration {
         let begun = Instant::now();
-        let request = GetMetadataAllocatedRequest {
-            security_token: self.token.clone(),
-            namespace: self.world.namespace.clone(),
-            snapshot_name: "long".into(),
-            ..Default::default()
-        };
+        let request = about(&self.token, &self.world.namespace, "long");
         let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
         let mut tuples = 0;
         while let Some(message) = stream.message().await.expect("a message") {
@@ -292,12 +287,7 @@ impl Bench {
         let mut held = Vec::new();
         for number in 0..CLIENTS {
             let mut client = self.gateway.client().await;
-            let request = GetMetadataAllocatedRequest {
-                security_token: tokens[number % 20].clone(),
-                namespace: ns.clone(),
-                snapshot_name: "endless".into(),
-                ..Default::default()
-            };
+            let request = about(&tokens[number % 20], &ns, "endless");
             let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
             stream.message().await.expect("a message");
             held.push((client, stream));
@@ -341,12 +331,7 @@ async fn first_of_driver(driver: &mut csi_client::Client) -> Duration {
 
 async fn first(client: &mut Client, token: &str, namespace: &str, snapshot: &str) -> Duration {
     let begun = Instant::now();
-    let request = GetMetadataAllocatedRequest {
-        security_token: token.to_owned(),
-        namespace: namespace.to_owned(),
-        snapshot_name: snapshot.to_owned(),
-        ..Default::default()
-    };
+    let request = about(token, namespace, snapshot);
     let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
     stream.message().await.expect("a message").expect("one");
     let took = begun.elapsed();

@@ -22,7 +22,7 @@ use x509_parser::pem::Pem;
 use x509_parser::time::ASN1Time;
 
 use crate::driver::{Driver, TUPLES};
-use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, World, code, eventually};
+use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, World, about, code, eventually};
 
 /// A gateway that manages certificates, which live for seconds.
 pub async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
@@ -204,12 +204,7 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let messages = [(); 2].map(|()| Arc::<AtomicUsize>::default());
     let mut readers = Vec::new();
     for (gateway, messages) in [&one, &two].into_iter().zip(&messages) {
-        let request = GetMetadataAllocatedRequest {
-            security_token: token.clone(),
-            namespace: ns.clone(),
-            snapshot_name: "long".into(),
-            ..Default::default()
-        };
+        let request = about(&token, &ns, "long");
         let (messages, stop) = (messages.clone(), end_streams.clone());
         readers.push(read_on(gateway.port, &bundle(&object), request, messages, stop).await);
     }

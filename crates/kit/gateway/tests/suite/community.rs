@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use csi_client::from_snapshot;
-use proto::kubernetes::GetMetadataAllocatedRequest;
 use serde_json::json;
 use testkit::{MIB, PoolKind, Rig, free_port};
 use tonic::Code;
@@ -19,7 +18,7 @@ use crate::backup_tool::{arg, ok, tool};
 use crate::driver::Driver;
 use crate::library;
 use crate::metrics::{samples, sum};
-use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, code, eventually, get};
+use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, about, code, eventually, get};
 
 /// A program of .deps/backup.
 pub fn program(name: &str) -> PathBuf {
@@ -337,15 +336,7 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
     assert!(process.running.is_alive());
     let answer = client.allocated(&token, &ns, "no-status").await;
     assert!(answer.is_err(), "{answer:?}");
-    let deadline = Instant::now() + Duration::from_secs(10);
-    let code = loop {
-        if let Some(code) = process.running.status().map(|status| status.code()) {
-            break code;
-        }
-        assert!(Instant::now() < deadline, "it lives: has it been mended?");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    };
-    assert_eq!(code, Some(2));
+    assert_eq!(process.running.ended().await, Some(2), "has it been mended?");
 }
 
 pub async fn the_communitys_sidecar_ends_streams_that_are_read_and_the_gateway_does_not(world: World) {
@@ -363,12 +354,7 @@ pub async fn the_communitys_sidecar_ends_streams_that_are_read_and_the_gateway_d
     let process = Sidecar::start_with(&sidecar, &world, &world.socket(), files, &limit).await;
     let open = async |port: u16| {
         let mut client = Client::connect(port, HOST, &files.ca).await.expect("connect");
-        let request = GetMetadataAllocatedRequest {
-            security_token: token.clone(),
-            namespace: ns.clone(),
-            snapshot_name: "long".into(),
-            ..Default::default()
-        };
+        let request = about(&token, &ns, "long");
         client.0.get_metadata_allocated(request).await.expect("a stream").into_inner()
     };
     let (mut ours, mut theirs) = (open(gateway.port).await, open(process.port).await);

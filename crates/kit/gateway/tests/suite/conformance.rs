@@ -179,8 +179,7 @@ pub async fn the_gateway_passes_every_case_of_kubernetes(world: World) {
 
 /// The section of the page about these cases.
 fn page() -> String {
-    let page = Path::new(testkit::HOME).join("docs/conformance.md");
-    let page = std::fs::read_to_string(page).expect("the page");
+    let page = testkit::pages::read("docs/conformance.md");
     page.split_once("\n## Test a service in a cluster\n").expect("the section").1.to_owned()
 }
 

@@ -21,7 +21,7 @@ use tonic::{Code, Status};
 use tower::{Service, ServiceExt};
 
 use crate::driver::Driver;
-use crate::world::{Gateway, HOST, World, code};
+use crate::world::{Gateway, HOST, World, code, eventually};
 
 /// What a client of HTTP/2 that trusts the gateway says in a handshake.
 pub fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
@@ -389,11 +389,8 @@ pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
         .await;
     let wrong = world.api.token(&ns, "reader", "another-audience").await;
     let mut client = gateway.client().await;
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while code(&client.allocated(&token, &ns, "monday").await) != Code::Ok {
-        assert!(Instant::now() < deadline, "{}", gateway.running.log());
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    let served = async || code(&client.allocated(&token, &ns, "monday").await) == Code::Ok;
+    eventually("a call is served", served).await;
     assert_eq!(code(&client.allocated(&wrong, &ns, "monday").await), Code::Unauthenticated);
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "nothing").await), Code::NotFound);
     let log = gateway.running.log();

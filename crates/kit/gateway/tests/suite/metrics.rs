@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use proto::kubernetes::GetMetadataAllocatedRequest;
+use testkit::pages;
 use tonic::Code;
 
 use crate::certificates;
 use crate::driver::{Driver, MESSAGES, TUPLES};
-use crate::world::{AUDIENCE, Answer, Client, World, code};
+use crate::world::{AUDIENCE, Answer, Client, World, about, code};
 
 const ALLOCATED: &str = "GetMetadataAllocated";
 const DELTA: &str = "GetMetadataDelta";
@@ -47,18 +47,13 @@ pub fn sum(samples: &[Sample], name: &str, labels: &[(&str, &str)]) -> f64 {
 
 /// The metrics in the gateway's table of the reference, with their labels.
 fn documented() -> BTreeMap<String, BTreeSet<String>> {
-    let page =
-        std::fs::read_to_string(format!("{}/docs/reference.md", testkit::HOME)).expect("the reference");
+    let page = pages::read("docs/reference.md");
     let table = page.split("The gateway's metrics:\n").nth(1).expect("the gateway's metrics").trim_start();
     let table = table.split("\n\n").next().expect("a table");
-    let quoted =
-        |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+    let quoted = |cell| pages::quoted(cell).map(str::to_owned);
     let mut metrics = BTreeMap::new();
-    for row in table.lines().skip(2) {
-        let cells: Vec<&str> = row.split('|').collect();
-        for name in quoted(cells[1]) {
-            metrics.insert(name, quoted(cells[2]).into_iter().collect());
-        }
+    for cells in pages::rows(table, "| `") {
+        metrics.extend(quoted(cells[0]).map(|name| (name, quoted(cells[1]).collect())));
     }
     metrics
 }
@@ -120,12 +115,7 @@ pub async fn metrics_are_those_of_the_reference_and_fit_the_calls(world: World) 
         ended(ALLOCATED, &client.allocated(&token, &ns, &name).await, Code::NotFound);
         ended(ALLOCATED, &client.allocated(&token, &name, "second").await, Code::PermissionDenied);
     }
-    let request = GetMetadataAllocatedRequest {
-        security_token: token.clone(),
-        namespace: ns.clone(),
-        snapshot_name: "long".into(),
-        ..Default::default()
-    };
+    let request = about(&token, &ns, "long");
     let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
     assert!(stream.message().await.expect("a message").is_some());
 

@@ -11,17 +11,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::driver::{Driver, MESSAGES, TUPLES};
-use crate::world::{Client, HOST, World, code, eventually, said};
-
-/// A request about a snapshot.
-fn about(token: &str, namespace: &str, name: &str) -> GetMetadataAllocatedRequest {
-    GetMetadataAllocatedRequest {
-        security_token: token.to_owned(),
-        namespace: namespace.to_owned(),
-        snapshot_name: name.to_owned(),
-        ..Default::default()
-    }
-}
+use crate::world::{Client, HOST, World, about, code, eventually, said};
 
 async fn open(
     client: &mut Client,
