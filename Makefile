@@ -35,7 +35,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e book clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -172,6 +172,13 @@ cluster-test: cluster-deps ## Every manifest, example and page in real clusters,
 
 cluster-e2e: ## Kubernetes' own storage tests in a real cluster (builds them first: some more minutes, once)
 	hack/no-leaks.sh hack/cluster-e2e.sh
+
+clients-test: test-deps cluster-deps ## What others wrote: csi-sanity, the community's clients and Kubernetes' storage tests, on one node and on two (an hour)
+	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh sanity
+	hack/no-leaks.sh hack/cluster-test.sh clients
+	hack/no-leaks.sh hack/cluster-e2e.sh
+	hack/no-leaks.sh hack/cluster-e2e.sh --distributed
+	@echo "make clients-test: Velero is not run; docs/clients.md says what was"
 
 image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
 	@hack/image-rootfs.sh

@@ -7,7 +7,7 @@ set -euo pipefail
 
 # The first are about the whole machine, so nothing runs beside them. Of the others the longest begin first.
 alone=(kills beside)
-parts=("${alone[@]}" crowd changes chart overlays distributed single troubles pages)
+parts=("${alone[@]}" crowd changes chart overlays distributed single troubles pages clients)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
   beside       two clusters in use: one is taken down, and the other does not notice
@@ -19,6 +19,7 @@ usage="usage: cluster-test.sh [PART...]
   single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   pages        the commands of docs/install.md for an existing cluster, and those of docs/uninstall.md
+  clients      hack/clients-test.sh, on one node and on two
 Without a PART all of them. Two run beside each other, or as many as PARTS says, but kills and beside run alone."
 for part in "$@"; do
     case "$part" in

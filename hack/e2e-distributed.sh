@@ -3,6 +3,7 @@
 # node to another volumes are restored and cloned, no pod waits for ever, every node is asked for every snapshot. It cleans
 # up behind itself, and before itself what an earlier run left.
 set -euo pipefail
+suite=distributed
 # shellcheck source=hack/lib.sh
 . "$(dirname "$0")/lib.sh"
 
@@ -21,75 +22,17 @@ done
 need kubectl
 cluster_answers
 
-mapfile -t drivers < <(kube get pods --namespace "$namespace" --selector app.kubernetes.io/component=plugin \
-    --output 'jsonpath={range .items[*]}{.spec.nodeName}{"\n"}{end}' | sort)
+drivers
 [ "${#drivers[@]}" -ge 2 ] || fail "drivers run on ${#drivers[@]} nodes, and 2 are wanted: hack/kind-up.sh --distributed"
 
 cleanup() {
     say "deleting what this test made"
     kube delete --namespace default --ignore-not-found --timeout 180s volumegroupsnapshot/spread
-    kube delete --namespace default --ignore-not-found --timeout 180s --selector test=distributed \
-        pod,persistentvolumeclaim,volumesnapshot
+    delete_made
 }
 trap 'what_broke $?' EXIT
 node_of() { kube get pod "$1" --namespace default --output 'jsonpath={.spec.nodeName}'; }
 sum_of() { kube exec --namespace default "$1" -- sha256sum "$2" | cut -d ' ' -f 1; }
-# A claim of 64 MiB and more, from nothing or a source: claim NAME MODE SIZE [KIND SOURCE]
-claim() {
-    local source=
-    case "${4-}" in
-        VolumeSnapshot) source="dataSource: {apiGroup: snapshot.storage.k8s.io, kind: VolumeSnapshot, name: $5}" ;;
-        PersistentVolumeClaim) source="dataSource: {kind: PersistentVolumeClaim, name: $5}" ;;
-    esac
-    kube apply --filename - <<C
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata: {name: $1, namespace: default, labels: {test: distributed, set: spread}}
-spec:
-  storageClassName: deltapath
-  volumeMode: $2
-  accessModes: [ReadWriteOnce]
-  resources: {requests: {storage: $3}}
-  $source
-C
-}
-# A pod that sleeps, with a claim of a filesystem at /NAME and of a device at /dev/NAME: pod NAME NODE CLAIM:MODE...
-# Without a NODE it may go anywhere.
-pod() {
-    local name=$1 node=$2 volumes='' mounts='' devices='' claim
-    shift 2
-    for claim in "$@"; do
-        volumes+="{name: ${claim%:*}, persistentVolumeClaim: {claimName: ${claim%:*}}}, "
-        case "$claim" in
-            *:Block) devices+="{name: ${claim%:*}, devicePath: /dev/${claim%:*}}, " ;;
-            *) mounts+="{name: ${claim%:*}, mountPath: /${claim%:*}}, " ;;
-        esac
-    done
-    kube apply --filename - <<P
-apiVersion: v1
-kind: Pod
-metadata: {name: $name, namespace: default, labels: {test: distributed}}
-spec:
-  terminationGracePeriodSeconds: 0
-  nodeSelector: {${node:+kubernetes.io/hostname: $node}}
-  containers:
-    - name: user
-      image: busybox:1.37.0
-      command: [sleep, infinity]
-      volumeMounts: [$mounts]
-      volumeDevices: [$devices]
-  volumes: [$volumes]
-P
-}
-snapshot() {
-    kube apply --filename - <<S
-apiVersion: snapshot.storage.k8s.io/v1
-kind: VolumeSnapshot
-metadata: {name: $1, namespace: default, labels: {test: distributed}}
-spec: {volumeSnapshotClassName: deltapath, source: {persistentVolumeClaimName: $2}}
-S
-    taken "$1"
-}
 # What came to a node from others.
 received() {
     local driver
@@ -174,7 +117,7 @@ kube apply --filename - <<G
 apiVersion: groupsnapshot.storage.k8s.io/v1
 kind: VolumeGroupSnapshot
 metadata: {name: spread, namespace: default}
-spec: {volumeGroupSnapshotClassName: deltapath, source: {selector: {matchLabels: {set: spread}}}}
+spec: {volumeGroupSnapshotClassName: deltapath, source: {selector: {matchLabels: {test: distributed}}}}
 G
 refused() {
     { kube get volumegroupsnapshotcontents,volumegroupsnapshots --namespace default --output jsonpath='{.items[*].status.error.message}' &&

@@ -63,6 +63,73 @@ cluster_answers() {
 }
 ready() { kube wait --for condition=ready --timeout 120s --namespace default "${@/#/pod/}"; }
 taken() { kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default "${@/#/volumesnapshot/}"; }
+# The nodes with a driver, into the list of this name.
+drivers() {
+    mapfile -t drivers < <(kube get pods --namespace "$namespace" --selector app.kubernetes.io/component=plugin \
+        --output 'jsonpath={range .items[*]}{.spec.nodeName}{"\n"}{end}' | sort)
+}
+# What these make has the label test: $suite.
+: "${suite:=any}"
+# A claim from nothing or a source: claim NAME MODE SIZE [KIND SOURCE]
+claim() {
+    local source=
+    case "${4-}" in
+        VolumeSnapshot) source="dataSource: {apiGroup: snapshot.storage.k8s.io, kind: VolumeSnapshot, name: $5}" ;;
+        PersistentVolumeClaim) source="dataSource: {kind: PersistentVolumeClaim, name: $5}" ;;
+    esac
+    kube apply --filename - <<C
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: $1, namespace: default, labels: {test: $suite}}
+spec:
+  storageClassName: deltapath
+  volumeMode: $2
+  accessModes: [ReadWriteOnce]
+  resources: {requests: {storage: $3}}
+  $source
+C
+}
+# A pod that sleeps, with a claim of a filesystem at /NAME and of a device at /dev/NAME: pod NAME NODE CLAIM:MODE...
+# Without a NODE it may go anywhere. It has the account $account.
+pod() {
+    local name=$1 node=$2 volumes='' mounts='' devices='' claim
+    shift 2
+    for claim in "$@"; do
+        volumes+="{name: ${claim%:*}, persistentVolumeClaim: {claimName: ${claim%:*}}}, "
+        case "$claim" in
+            *:Block) devices+="{name: ${claim%:*}, devicePath: /dev/${claim%:*}}, " ;;
+            *) mounts+="{name: ${claim%:*}, mountPath: /${claim%:*}}, " ;;
+        esac
+    done
+    kube apply --filename - <<P
+apiVersion: v1
+kind: Pod
+metadata: {name: $name, namespace: default, labels: {test: $suite}}
+spec:
+  terminationGracePeriodSeconds: 0
+  serviceAccountName: ${account:-default}
+  nodeSelector: {${node:+kubernetes.io/hostname: $node}}
+  containers:
+    - name: user
+      image: busybox:1.37.0
+      command: [sleep, infinity]
+      volumeMounts: [$mounts]
+      volumeDevices: [$devices]
+  volumes: [$volumes]
+P
+}
+snapshot() {
+    kube apply --filename - <<S
+apiVersion: snapshot.storage.k8s.io/v1
+kind: VolumeSnapshot
+metadata: {name: $1, namespace: default, labels: {test: $suite}}
+spec: {volumeSnapshotClassName: deltapath, source: {persistentVolumeClaimName: $2}}
+S
+    taken "$1"
+}
+delete_made() {
+    kube delete --namespace default --ignore-not-found --timeout 180s --selector "test=$suite" pod,persistentvolumeclaim,volumesnapshot
+}
 # Waits until a pod is done, and shows what it said.
 finished() {
     local phase
