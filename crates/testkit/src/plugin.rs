@@ -15,6 +15,8 @@ use proto::{
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+use tonic::transport::server::Router;
 use tonic::{Request, Response, Status, async_trait};
 
 /// A ready driver of this name, with a SnapshotMetadata service.
@@ -109,14 +111,14 @@ impl<A: Future<Output = Answer> + Send, F: Fn(Asked) -> A + Send + Sync + 'stati
 
 /// Serves a driver on a socket until the process ends.
 pub async fn serve(name: &str, socket: &Path, metadata: Option<impl SnapshotMetadata>) {
-    serve_on(UnixListener::bind(socket).expect("bind"), name.to_owned(), metadata).await;
+    let listener = UnixListenerStream::new(UnixListener::bind(socket).expect("bind"));
+    services(name, metadata).serve_with_incoming(listener).await.expect("serve");
 }
 
-async fn serve_on(listener: UnixListener, name: String, metadata: Option<impl SnapshotMetadata>) {
-    let server = tonic::transport::Server::builder()
-        .add_service(IdentityServer::new(Plugin { name }))
-        .add_optional_service(metadata.map(SnapshotMetadataServer::new));
-    server.serve_with_incoming(UnixListenerStream::new(listener)).await.expect("serve");
+fn services(name: &str, metadata: Option<impl SnapshotMetadata>) -> Router {
+    Server::builder()
+        .add_service(IdentityServer::new(Plugin { name: name.to_owned() }))
+        .add_optional_service(metadata.map(SnapshotMetadataServer::new))
 }
 
 /// A driver on a socket, until it is dropped. Its runtime is its own, so that its connections end with it, as those of a
@@ -125,14 +127,19 @@ pub struct Served(Option<Runtime>);
 
 impl Served {
     pub fn start(name: &str, socket: &Path, metadata: Option<impl SnapshotMetadata>) -> Self {
+        Self::serving(socket, services(name, metadata))
+    }
+
+    /// The same with any services.
+    pub fn serving(socket: &Path, services: Router) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("a runtime");
         let _ = std::fs::remove_file(socket);
         let listener = {
             let _entered = runtime.enter();
-            UnixListener::bind(socket).expect("bind")
+            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
         };
-        runtime.spawn(serve_on(listener, name.to_owned(), metadata));
+        runtime.spawn(services.serve_with_incoming(listener));
         Served(Some(runtime))
     }
 }

@@ -1,6 +1,5 @@
 //! Promise: a node that is away fails calls about its own objects and no others, and no call outlives its deadline.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, new_volume};
@@ -109,66 +108,6 @@ async fn a_frozen_node_holds_no_call_past_its_deadline() {
     cluster.router().sees(2).await;
     client.controller.controller_get_volume(ask(&there)).await.expect("it goes on");
     client.allocated(&snapshot, 0, 0).await.expect("a stream");
-    cluster.finish();
-}
-
-/// Volumes are asked for as sidecars do it, again and again by name, while the nodes are killed and come back.
-#[apply(device_test)]
-async fn kills_in_the_middle_of_calls_make_nothing_twice_and_lose_nothing() {
-    const CLIENTS: usize = 4;
-    const EACH: usize = 8;
-    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
-    let work: Vec<_> = (0..CLIENTS)
-        .map(|number| {
-            let mut client = cluster.client();
-            tokio::spawn(async move {
-                let mut made = Vec::new();
-                for volume in 0..EACH {
-                    let name = format!("volume-{number}-{volume}");
-                    let request = new_volume(&name, 16 << 20, block_capability());
-                    let volume = patiently!(client.create_volume(request.clone()));
-                    let id = volume.expect("CreateVolume").volume_id;
-                    let snapshot = patiently!(client.create_snapshot(&name, &id));
-                    made.push((name.clone(), id.clone(), snapshot.expect("CreateSnapshot").snapshot_id));
-                }
-                made
-            })
-        })
-        .collect();
-    let mut kills = 0;
-    while !work.iter().all(tokio::task::JoinHandle::is_finished) {
-        let node = kills % cluster.nodes.len();
-        tokio::time::sleep(Duration::from_millis(fastrand::u64(20..400))).await;
-        cluster.nodes[node].rig.kill();
-        kills += 1;
-        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..300))).await;
-        cluster.nodes[node].rig.start_again().await;
-    }
-    assert!(kills > 0, "no node was killed");
-    let mut made = BTreeMap::new();
-    for work in work {
-        for (name, volume, snapshot) in work.await.expect("a client") {
-            made.insert(name, (volume, snapshot));
-        }
-    }
-    assert_eq!(made.len(), CLIENTS * EACH);
-    cluster.router().sees(2).await;
-    let mut client = cluster.client();
-    for (name, (volume, snapshot)) in &made {
-        let again = new_volume(name, 16 << 20, block_capability());
-        assert_eq!(client.create_volume(again).await.expect("the same").volume_id, *volume);
-        assert_eq!(client.create_snapshot(name, volume).await.expect("the same").snapshot_id, *snapshot);
-    }
-    // Each node's own list: the router would not tell of a volume that it does not know.
-    let (mut volumes, mut snapshots) = (0, 0);
-    for node in &mut cluster.nodes {
-        let own = &mut node.rig.client.controller;
-        let listed = own.list_volumes(ListVolumesRequest::default()).await.expect("ListVolumes");
-        volumes += listed.into_inner().entries.len();
-        let listed = own.list_snapshots(ListSnapshotsRequest::default()).await.expect("ListSnapshots");
-        snapshots += listed.into_inner().entries.len();
-    }
-    assert_eq!((volumes, snapshots), (made.len(), made.len()), "{kills} kills");
     cluster.finish();
 }
 

@@ -116,18 +116,6 @@ async fn a_stream_that_is_cut_goes_on_where_it_was() {
 }
 
 #[tokio::test]
-async fn a_connection_that_breaks_is_made_again() {
-    for messages in [0, 1, 9, 10] {
-        let world = world(&ranges(), &[Fault::Reset(messages), Fault::Reset(1)]);
-        let blocks = world.client.delta("base", "target").await.expect("a delta");
-        let (got, end) = drain(blocks).await;
-        assert_eq!(got, ranges());
-        assert!(end.expect("whole").resumed() >= 1);
-        assert!(world.server.offsets().len() >= 2, "{:?}", world.server.offsets());
-    }
-}
-
-#[tokio::test]
 async fn a_driver_may_be_away_for_a_while() {
     let dir = tempfile::tempdir().expect("temp dir");
     let socket = dir.path().join("csi.sock");

@@ -6,22 +6,20 @@ use std::process::Command;
 /// The files of a package, unpacked below `dir`.
 fn unpacked(dir: &Path, package: &str) -> std::path::PathBuf {
     let file = dir.join("package").join(format!("{package}.crate"));
-    let unpacked = Command::new("tar").arg("-xzf").arg(&file).arg("-C").arg(dir).status().expect("tar");
-    assert!(unpacked.success(), "{}", file.display());
+    testkit::ok(Command::new("tar").arg("-xzf").arg(&file).arg("-C").arg(dir));
     dir.join(package)
 }
 
 #[test]
 fn it_is_packaged_with_its_messages_alone() {
     let dir = tempfile::tempdir().expect("temp dir");
-    let output = Command::new(env!("CARGO"))
-        .args(["package", "--locked", "--offline", "--no-verify", "--allow-dirty", "--target-dir"])
-        .arg(dir.path())
-        .args(["--package", "deltapath-proto", "--package", "snapshot-metadata-client"])
-        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
-        .output()
-        .expect("cargo package");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    testkit::ok(
+        Command::new(env!("CARGO"))
+            .args(["package", "--locked", "--offline", "--no-verify", "--allow-dirty", "--target-dir"])
+            .arg(dir.path())
+            .args(["--package", "deltapath-proto", "--package", "snapshot-metadata-client"])
+            .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")),
+    );
 
     let version = env!("CARGO_PKG_VERSION");
     let library = unpacked(dir.path(), &format!("snapshot-metadata-client-{version}"));

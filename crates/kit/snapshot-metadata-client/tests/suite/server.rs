@@ -2,29 +2,23 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use std::time::Duration;
 
+use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
-use futures_util::task::AtomicWaker;
-use futures_util::{Stream, TryStreamExt};
 use http_body_util::{BodyExt, StreamBody};
-use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
-use proto::*;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{UnixListener, UnixStream};
+use proto::snapshot_metadata_server::SnapshotMetadataServer;
+use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
+use testkit::plugin::{self, Asked, Metadata, Served};
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 use tonic::codegen::http;
 use tonic::server::NamedService;
-use tonic::transport::server::Connected;
-use tonic::{Code, Request, Response, Status, async_trait};
+use tonic::{Code, Status};
 
 pub const CAPACITY: i64 = 1 << 20;
 /// Ranges in a message.
@@ -35,8 +29,6 @@ const PER_MESSAGE: usize = 4;
 pub enum Fault {
     /// Nothing.
     None,
-    /// The connection breaks after this number of messages.
-    Reset(usize),
     /// The call ends with an error after this number of messages.
     Status(usize, Code),
     /// The call ends with OK after this number of messages.
@@ -63,7 +55,7 @@ pub enum Fault {
 pub struct Server {
     shared: Arc<Shared>,
     socket: PathBuf,
-    runtime: Option<tokio::runtime::Runtime>,
+    _served: Served,
 }
 
 #[derive(Default)]
@@ -72,37 +64,20 @@ struct Shared {
     script: Mutex<VecDeque<Fault>>,
     offsets: Mutex<Vec<i64>>,
     others: Mutex<Vec<(String, i32)>>,
-    /// The newest connection.
-    connection: Mutex<Arc<Cut>>,
     strips_status: AtomicBool,
 }
 
 impl Server {
     /// On a socket, with a list of ranges. When the script is over, nothing goes wrong any more.
     pub fn start(socket: &Path, ranges: &[(i64, i64)], script: &[Fault]) -> Self {
-        let _ = std::fs::remove_file(socket);
         let script = Mutex::new(script.iter().cloned().collect());
         let shared = Arc::new(Shared { ranges: ranges.to_vec(), script, ..Shared::default() });
-        // Its own, so that its connections end with it, as those of a process do.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime.expect("a runtime");
-        let listener = {
-            let _entered = runtime.enter();
-            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
-        };
-        let connections = {
-            let shared = shared.clone();
-            listener.map_ok(move |stream| {
-                let cut = Arc::<Cut>::default();
-                *shared.connection.lock().unwrap() = cut.clone();
-                Connection { stream, cut }
-            })
-        };
-        let service =
-            Stripping { inner: SnapshotMetadataServer::new(Driver(shared.clone())), shared: shared.clone() };
-        runtime
-            .spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(connections));
-        Server { shared, socket: socket.to_owned(), runtime: Some(runtime) }
+        let known = shared.clone();
+        let metadata = Metadata(move |asked| std::future::ready(known.answer(asked)));
+        let inner = SnapshotMetadataServer::new(metadata);
+        let service = Stripping { inner, shared: shared.clone() };
+        let _served = Served::serving(socket, tonic::transport::Server::builder().add_service(service));
+        Server { shared, socket: socket.to_owned(), _served }
     }
 
     pub fn endpoint(&self) -> String {
@@ -120,37 +95,23 @@ impl Server {
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
-    }
-}
-
-struct Driver(Arc<Shared>);
-
-type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
-
-impl Driver {
-    fn answer(
-        &self,
-        offset: i64,
-        secret: Option<&String>,
-        max_results: i32,
-    ) -> Messages<GetMetadataAllocatedResponse> {
-        let shared = self.0.clone();
-        shared.offsets.lock().unwrap().push(offset);
-        shared.others.lock().unwrap().push((secret.cloned().unwrap_or_default(), max_results));
-        let fault = shared.script.lock().unwrap().pop_front().unwrap_or(Fault::None);
-        shared.strips_status.store(matches!(fault, Fault::NoStatus(_)), Ordering::Relaxed);
+impl Shared {
+    fn answer(&self, Asked { is_delta, request, .. }: Asked) -> plugin::Answer {
+        let snapshots = (request.base_snapshot_id.as_str(), request.target_snapshot_id.as_str());
+        assert_eq!(snapshots, (if is_delta { "base" } else { "" }, "target"));
+        let offset = request.starting_offset;
+        self.offsets.lock().unwrap().push(offset);
+        let secret = request.secrets.get("key").cloned().unwrap_or_default();
+        self.others.lock().unwrap().push((secret, request.max_results));
+        let fault = self.script.lock().unwrap().pop_front().unwrap_or(Fault::None);
+        self.strips_status.store(matches!(fault, Fault::NoStatus(_)), Ordering::Relaxed);
         let from = match fault {
             Fault::FromTheBeginning => 0,
             Fault::RoundsDown(unit) => offset / unit * unit,
             _ => offset,
         };
         let known = |range: &&(i64, i64)| !matches!(fault, Fault::Forgets(gone) if gone == **range);
-        let listed = shared.ranges.iter().filter(known).filter(|(offset, length)| offset + length > from);
+        let listed = self.ranges.iter().filter(known).filter(|(offset, length)| offset + length > from);
         let mut listed: Vec<(i64, i64)> = listed
             .map(|&(offset, length)| {
                 let begin = offset.max(from);
@@ -173,7 +134,6 @@ impl Driver {
                 .map(|&(byte_offset, size_bytes)| BlockMetadata { byte_offset, size_bytes })
                 .collect(),
         };
-        let cut = shared.connection.lock().unwrap().clone();
         let (send, receive) = mpsc::channel(1);
         tokio::spawn(async move {
             let messages = match listed.is_empty() {
@@ -181,8 +141,7 @@ impl Driver {
                 false => listed.chunks(PER_MESSAGE).map(message).collect(),
             };
             let after = match fault {
-                Fault::Reset(after)
-                | Fault::Status(after, _)
+                Fault::Status(after, _)
                 | Fault::EarlyOk(after)
                 | Fault::NoStatus(after)
                 | Fault::Silent(after) => after,
@@ -194,12 +153,6 @@ impl Driver {
                 }
             }
             match fault {
-                Fault::Reset(_) => {
-                    // Until what was sent is on its way.
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                    cut.cut();
-                    send.closed().await;
-                }
                 Fault::Silent(_) => send.closed().await,
                 Fault::Status(_, code) => {
                     let _ = send.send(Err(Status::new(code, "as the script says"))).await;
@@ -207,41 +160,7 @@ impl Driver {
                 _ => {}
             }
         });
-        Box::pin(ReceiverStream::new(receive))
-    }
-}
-
-#[async_trait]
-impl SnapshotMetadata for Driver {
-    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
-
-    async fn get_metadata_allocated(
-        &self,
-        request: Request<GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let request = request.into_inner();
-        assert_eq!(request.snapshot_id, "target");
-        let secret = request.secrets.get("key");
-        Ok(Response::new(self.answer(request.starting_offset, secret, request.max_results)))
-    }
-
-    async fn get_metadata_delta(
-        &self,
-        request: Request<GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let request = request.into_inner();
-        assert_eq!(
-            (request.base_snapshot_id.as_str(), request.target_snapshot_id.as_str()),
-            ("base", "target")
-        );
-        let secret = request.secrets.get("key");
-        let messages = self.answer(request.starting_offset, secret, request.max_results);
-        Ok(Response::new(Box::pin(messages.map_ok(|message| GetMetadataDeltaResponse {
-            block_metadata_type: message.block_metadata_type,
-            volume_capacity_bytes: message.volume_capacity_bytes,
-            block_metadata: message.block_metadata,
-        }))))
+        Ok(Box::pin(ReceiverStream::new(receive)))
     }
 }
 
@@ -282,61 +201,5 @@ where
                 false => answer,
             })
         })
-    }
-}
-
-/// A connection that can be broken.
-struct Connection {
-    stream: UnixStream,
-    cut: Arc<Cut>,
-}
-
-#[derive(Default)]
-struct Cut {
-    is_cut: AtomicBool,
-    reader: AtomicWaker,
-}
-
-impl Cut {
-    fn cut(&self) {
-        self.is_cut.store(true, Ordering::SeqCst);
-        self.reader.wake();
-    }
-}
-
-impl Connected for Connection {
-    type ConnectInfo = ();
-    fn connect_info(&self) {}
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        self.cut.reader.register(context.waker());
-        match self.cut.is_cut.load(Ordering::SeqCst) {
-            true => Poll::Ready(Err(io::ErrorKind::ConnectionReset.into())),
-            false => Pin::new(&mut self.stream).poll_read(context, buffer),
-        }
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
