@@ -27,11 +27,14 @@ COPY benches benches
 COPY tests tests
 # What --version says, such as "0123abcd4567 2026-01-31".
 ARG COMMIT=
+# For whom: default, the machine that builds. hack/dist.sh builds for another one too.
+ARG TARGET=
+ENV CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 # Static files, which need no other. The target is named so that the flag is not for build scripts.
-RUN host=$(rustc -vV | sed -n 's/^host: //p') \
- && DELTAPATH_COMMIT="$COMMIT" cargo build --release --locked --target "$host" --package deltapath --package cbt-lab --package deltapath-gateway \
+RUN target=${TARGET:-$(rustc -vV | sed -n 's/^host: //p')} \
+ && DELTAPATH_COMMIT="$COMMIT" cargo build --release --locked --target "$target" --package deltapath --package cbt-lab --package deltapath-gateway \
         --package deltapath-router --package deltapath-earlier --package cbt-backup \
- && cd "target/$host/release" \
+ && cd "target/$target/release" \
  && install -D deltapath /out/deltapath/usr/local/bin/deltapath \
  && install -D cbt-lab /out/cbt-lab/usr/local/bin/cbt-lab \
  && install -D cbt-backup /out/backup/cbt-backup \
@@ -137,6 +140,7 @@ LABEL org.opencontainers.image.title="deltapath" \
       org.opencontainers.image.revision="$REVISION"
 COPY --from=programs /out /
 COPY --from=build /out/deltapath /
-RUN ldconfig
+# Its cache has times and inodes.
+RUN ldconfig && rm -f /var/cache/ldconfig/aux-cache
 ENTRYPOINT ["/usr/local/bin/deltapath"]
 CMD ["driver", "--help"]

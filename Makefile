@@ -20,6 +20,10 @@ SCHEDULES ?= 100000
 CUTS ?= 200
 KILLS ?= 300
 
+# Where images are: make dist names them IMAGE_REGISTRY/NAME:VERSION, in the chart too. And where the release is.
+export IMAGE_REGISTRY ?=
+export HOMEPAGE ?=
+
 # Copies that each test of `make order` takes.
 COPIES ?= 300
 
@@ -35,7 +39,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -179,6 +183,12 @@ clients-test: test-deps cluster-deps ## What others wrote: csi-sanity, the commu
 	hack/no-leaks.sh hack/cluster-e2e.sh
 	hack/no-leaks.sh hack/cluster-e2e.sh --distributed
 	@echo "make clients-test: Velero is not run; docs/clients.md says what was"
+
+dist: ## All that a release is, in dist: programs, images as one OCI layout, chart, SBOM, checksums (IMAGE_REGISTRY=example.org/team)
+	@hack/dist.sh
+
+dist-push: ## Push the images of make dist to IMAGE_REGISTRY
+	@hack/dist.sh push
 
 image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
 	@hack/image-rootfs.sh
