@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 
 use csi_client::delta_of;
 use hyper_util::rt::TokioIo;
-use proto::GetMetadataDeltaRequest;
 use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::kubernetes::GetMetadataDeltaRequest as KubernetesDeltaRequest;
