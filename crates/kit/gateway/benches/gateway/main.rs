@@ -287,7 +287,7 @@ impl Bench {
         let mut held = Vec::new();
         for number in 0..CLIENTS {
             let mut client = self.gateway.client().await;
-            let request = about(&tokens[number % 20], &ns, "endless");
+            let request = about(&tokens[number % 20], ns, "endless");
             let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
             stream.message().await.expect("a message");
             held.push((client, stream));

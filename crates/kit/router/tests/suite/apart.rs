@@ -177,7 +177,7 @@ async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
     };
     let stream = client.metadata.get_metadata_allocated(stream).await.expect("GetMetadataAllocated");
     assert!(stream.into_inner().message().await.is_ok());
-    let stream = proto::GetMetadataDeltaRequest { secrets: secrets(), ..delta_of(&snapshot_id, &later_id) };
+    let stream = proto::GetMetadataDeltaRequest { secrets: secrets(), ..delta_of(snapshot_id, later_id) };
     let stream = client.metadata.get_metadata_delta(stream).await.expect("GetMetadataDelta");
     assert!(stream.into_inner().message().await.is_ok());
     // All nodes are asked for these, and any for what is nobody's.
