@@ -9,7 +9,7 @@ usage="usage: cluster.sh COMMAND
   up [--nodes N]            make a cluster of 1 to 3 nodes (1), and load the images into it
   exec [--node N] COMMAND   run a command on a node (1), with kubectl set up
   load ARCHIVE...           load images, as docker save writes them, into all nodes
-  install [--distributed | --overlay NAME] [--chart]
+  install [--distributed | --overlay NAME] [--chart [--set KEY=VALUE]...]
                             install deltapath into it, as hack/kind-up.sh does
   off NODE                  cut the power of a node (2): its processes are killed, its mounts and loop devices gone
   on NODE                   start it again, with the disk that it had

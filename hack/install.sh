@@ -5,17 +5,18 @@ set -euo pipefail
 # shellcheck source=hack/lib.sh
 . "$(dirname "$0")/lib.sh"
 
-usage="usage: install.sh [--distributed | --overlay NAME] [--chart]
+usage="usage: install.sh [--distributed | --overlay NAME] [--chart [--set KEY=VALUE]...]
   --distributed   a driver on each node, instead of one driver on one node
   --overlay NAME  another directory of deploy/overlays than kind or kind-distributed
   --chart         by helm, also over what kustomize installed; not with --overlay
 The environment: KUBE_CONTEXT names the cluster (kind-\$CLUSTER), and DELTAPATH_CRDS a directory with the CRDs, where they
 are not to be fetched."
-overlay=kind chart=no
+overlay=kind chart=no values=(--set loopDeviceNodes=true)
 while [ $# -gt 0 ]; do
     case "$1" in
         --distributed) overlay=kind-distributed ;;
         --chart) chart=yes ;;
+        --set) values+=(--set "${2:?$usage}") && shift ;;
         --overlay) overlay=${2:?$usage} && shift ;;
         -h | --help) echo "$usage" && exit 0 ;;
         *) fail "unknown argument $1
@@ -24,7 +25,6 @@ $usage" ;;
     shift
 done
 need kubectl
-values=(--set loopDeviceNodes=true)
 if [ "$chart" = yes ]; then
     need helm
     case "$overlay" in

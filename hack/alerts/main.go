@@ -3,17 +3,25 @@
 //
 //	alerts TEMPLATE CASES DASHBOARD
 //
+// Or it plays them with what programs in a cluster serve: it asks each address ROUNDS times, once a second, takes each second for a minute,
+// and prints the alerts that fire after the last one.
+//
+//	alerts scrape TEMPLATE ROUNDS POD=ADDRESS...
+//
 // It is a module of its own, since Prometheus needs other versions of Kubernetes' libraries than the checker of the manifests.
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"text/template"
 	"time"
@@ -48,6 +56,13 @@ type cases map[string]struct {
 var parsed = parser.NewParser(parser.Options{})
 
 func main() {
+	if len(os.Args) > 4 && os.Args[1] == "scrape" {
+		if err := scrape(os.Args[2], os.Args[3], os.Args[4:]); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
 	if len(os.Args) != 4 {
 		fmt.Fprintln(os.Stderr, "alerts: name the template of the alerts, the file of the cases, and the dashboard")
 		os.Exit(2)
@@ -75,12 +90,12 @@ func play(templateFile, casesFile string) error {
 			faults = append(faults, fmt.Errorf("%s: it needs a case in which it fires, and one in which it does not", rule.Alert))
 		}
 		for _, series := range of.Fires {
-			if fires, err := rule.fires(series); err != nil || !fires {
+			if fires, err := rule.fires(series, time.Unix(0, 0)); err != nil || !fires {
 				faults = append(faults, fmt.Errorf("%s does not fire for %q: %v", rule.Alert, series, err))
 			}
 		}
 		for _, series := range of.Quiet {
-			if fires, err := rule.fires(series); err != nil || fires {
+			if fires, err := rule.fires(series, time.Unix(0, 0)); err != nil || fires {
 				faults = append(faults, fmt.Errorf("%s fires for %q: %v", rule.Alert, series, err))
 			}
 		}
@@ -89,6 +104,68 @@ func play(templateFile, casesFile string) error {
 		faults = append(faults, fmt.Errorf("there is no alert %s", name))
 	}
 	return errors.Join(faults...)
+}
+
+func scrape(templateFile, count string, targets []string) error {
+	all, err := render(templateFile)
+	if err != nil {
+		return err
+	}
+	rounds, err := strconv.Atoi(count)
+	if err != nil {
+		return err
+	}
+	start, next := time.Now(), time.Tick(time.Second)
+	client := http.Client{Timeout: time.Second}
+	series := map[string]string{}
+	for round := range rounds {
+		for _, target := range targets {
+			pod, address, _ := strings.Cut(target, "=")
+			for name, value := range answer(client, address) {
+				bare, labels, _ := strings.Cut(strings.TrimSuffix(name, "}"), "{")
+				name = fmt.Sprintf("%s{pod=%q,%s}", bare, pod, labels)
+				before := series[name]
+				series[name] = before + strings.Repeat(" _", round-strings.Count(before, " ")) + " " + value
+			}
+		}
+		<-next
+	}
+	lines := []string{}
+	for name, values := range series {
+		lines = append(lines, name+values)
+	}
+	for _, rule := range all {
+		if fires, err := rule.fires(lines, start); err != nil {
+			return fmt.Errorf("%s: %w", rule.Alert, err)
+		} else if fires {
+			fmt.Println(rule.Alert)
+		}
+	}
+	return nil
+}
+
+// answer gives the gauges of a program, by name and labels. A program that is away gives none.
+func answer(client http.Client, address string) map[string]string {
+	gauges := map[string]string{}
+	response, err := client.Get("http://" + address + "/metrics")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return gauges
+	}
+	defer response.Body.Close()
+	gauge := ""
+	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
+		line := lines.Text()
+		if fields := strings.Fields(line); len(fields) == 4 && fields[1] == "TYPE" {
+			gauge = ""
+			if fields[3] == "gauge" {
+				gauge = fields[2]
+			}
+		} else if at := strings.LastIndexByte(line, ' '); gauge != "" && strings.HasPrefix(line, gauge) && at > 0 {
+			gauges[line[:at]] = line[at+1:]
+		}
+	}
+	return gauges
 }
 
 // read takes a value out of a YAML or JSON file.
@@ -168,8 +245,8 @@ func render(file string) ([]rule, error) {
 }
 
 // fires says whether the expression holds for the same labels in each minute of the alert's `for`, up to the last sample.
-func (r rule) fires(lines []string) (bool, error) {
-	data, last, err := load(lines)
+func (r rule) fires(lines []string, start time.Time) (bool, error) {
+	data, last, err := load(lines, start)
 	if err != nil {
 		return false, err
 	}
@@ -205,9 +282,9 @@ func (r rule) fires(lines []string) (bool, error) {
 }
 
 // load gives the series, and the time of the last sample.
-func load(lines []string) (storage.Queryable, time.Time, error) {
+func load(lines []string, start time.Time) (storage.Queryable, time.Time, error) {
 	var all []storage.Series
-	last := time.Unix(0, 0)
+	last := start
 	for _, line := range lines {
 		name, values, err := parsed.ParseSeriesDesc(line)
 		if err != nil {
@@ -215,7 +292,7 @@ func load(lines []string) (storage.Queryable, time.Time, error) {
 		}
 		series := promql.Series{Metric: name}
 		for minute, value := range values {
-			if at := time.Unix(int64(minute)*60, 0); !value.Omitted {
+			if at := start.Add(time.Duration(minute) * time.Minute); !value.Omitted {
 				series.Floats = append(series.Floats, promql.FPoint{T: at.UnixMilli(), F: value.Value})
 				if at.After(last) {
 					last = at
