@@ -92,6 +92,19 @@ impl Transfers {
         }
         let id = VolumeId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?;
         let opened = remote.open(id.as_str(), &Stop::default())?;
+        // The next try has another id, so it could not use this one.
+        self.begin_from(request, access, source, id, &opened, remote.node()).inspect_err(|_| remote.close())
+    }
+
+    fn begin_from(
+        &self,
+        request: &CreateVolume,
+        access: Vec<AccessKind>,
+        source: Source,
+        id: VolumeId,
+        opened: &Opened,
+        from: &str,
+    ) -> Result<Arc<Transfer>> {
         let block_size = request.parameters.block_size.unwrap_or(opened.block_size);
         let capacity = self.capacity.of_new(Some(opened.capacity), &access, block_size, request.range)?;
         let _room = self.capacity.reserve(capacity)?;
@@ -110,12 +123,12 @@ impl Transfers {
             created: Timestamp::now(),
         };
         let draft = self.shared.store.draft_volume(&record.id)?;
-        self.start_from(&draft, &record, &opened)?;
+        self.start_from(&draft, &record, opened)?;
         self.shared.store.begin_transfer(&draft, &record)?;
         draft.keep();
         tracing::info!(
             volume_id = %record.id,
-            from = remote.node(),
+            from,
             bytes = opened.allocated_blocks * opened.block_size.bytes(),
             "a volume is copied from another node"
         );

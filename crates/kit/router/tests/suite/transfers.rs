@@ -130,6 +130,28 @@ async fn a_snapshot_is_restored_on_another_node_and_its_deltas_are_exact(
     cluster.finish();
 }
 
+/// From a cluster: 64 restores that failed on a full node left their source open, and from then on its node refused every
+/// restore to other nodes.
+#[apply(device_test)]
+async fn a_transfer_that_fails_before_it_begins_leaves_no_source_open() {
+    let mut cluster = Cluster::start(Dir, 2, &[]).await;
+    let mut client = cluster.client();
+    let (origin, _, _) = written(&mut cluster, 1).await;
+    let snapshot = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
+    let too_small = Some(proto::CapacityRange { required_bytes: 0, limit_bytes: SIZE / 2 });
+    for number in 0..65 {
+        let request = on(&cluster, 1, &format!("too-small-{number}"), from_snapshot(&snapshot));
+        let request = CreateVolumeRequest { capacity_range: too_small, ..request };
+        let error = client.create_volume(request).await.expect_err("smaller than its source");
+        assert_eq!(error.code(), Code::OutOfRange, "call {number}: {error}");
+    }
+    let request = on(&cluster, 1, "restored", from_snapshot(&snapshot));
+    patiently!(client.create_volume(request.clone())).expect("CreateVolume");
+    nothing_is_left(&cluster).await;
+    cluster.nodes[0].rig.detach(&origin).await;
+    cluster.finish();
+}
+
 #[apply(device_cases)]
 async fn a_volume_in_use_is_cloned_on_another_node(#[values(Dir, Btrfs)] pool: PoolKind) {
     let mut cluster = Cluster::start(pool, 2, &[]).await;
