@@ -166,3 +166,21 @@ async fn a_volume_is_not_staged_both_ways_at_once() {
     assert!(leftovers(rig.dir.path()).iter().all(|left| !left.contains("/one") && !left.contains("/two")));
     rig.finish();
 }
+
+/// From a random life: staging fails as a filesystem and works as a device elsewhere. The device of the first stayed until the
+/// volume was unstaged there.
+#[apply(device_test)]
+async fn a_volume_that_cannot_be_mounted_keeps_no_device_when_it_is_staged_as_one() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("raw", 16 * MIB).await;
+    Content::default().write(&device, 0, 1, 7);
+    rig.detach(&volume).await;
+    let (one, two) = (rig.dir.path().join("one"), rig.dir.path().join("two"));
+    let refused = stage(&rig, &volume, &one, mount_capability("ext4")).await;
+    assert_eq!(refused, Err(Code::FailedPrecondition), "it holds data and no filesystem");
+    stage(&rig, &volume, &two, block_capability()).await.expect("stage");
+    unstage(&rig, &volume, &one).await;
+    assert_eq!(deltapath::sys::sweep::devices_below(rig.dir.path()).expect("devices").len(), 0);
+    unstage(&rig, &volume, &two).await;
+    rig.finish();
+}

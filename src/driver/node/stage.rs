@@ -56,11 +56,20 @@ impl Node {
         if staged.access != AccessKind::Block {
             check_unoccupied(&held, &staged.path)?;
         }
-        held.state.staged = Some(staged.clone());
+        let before = held.state.staged.replace(staged.clone());
         match &request.capability.access {
             AccessType::Block => {
                 forget_formatting(&mut held)?;
-                Ok(self.shared.store.set_volume_state(&held.record.id, &held.state)?)
+                self.shared.store.set_volume_state(&held.record.id, &held.state)?;
+                // Staging it as a filesystem failed, and left its device for a retry.
+                let is_left = before.is_some_and(|before| before.access != AccessKind::Block);
+                if is_left
+                    && held.state.published.is_empty()
+                    && let Some(device) = LoopDevice::find(&held.data)?
+                {
+                    detach(device)?;
+                }
+                Ok(())
             }
             AccessType::Mount { flags, .. } => {
                 self.shared.store.set_volume_state(&held.record.id, &held.state)?;
