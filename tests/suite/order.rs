@@ -91,7 +91,8 @@ impl Drop for Place {
 impl Place {
     /// So fast that copies are often made during writes.
     fn memory() -> Self {
-        Place { name: "in memory", disk: Some(Disk::in_memory("tmpfs")), write_cache: None }
+        // Writers that nothing slows down fill a smaller pool before btrfs has freed the copies that were deleted.
+        Place { name: "in memory", disk: Some(Disk::in_memory_of("tmpfs", "5g")), write_cache: None }
     }
 
     fn disk() -> Self {
@@ -109,7 +110,7 @@ impl Place {
 
     async fn start(&self, pool: PoolKind) -> Rig {
         match &self.disk {
-            Some(disk) => disk.rig(pool, &["--pool-size", "1500Mi"]).await,
+            Some(disk) => disk.rig(pool, &["--pool-size", "4Gi"]).await,
             None => Rig::start(pool).await,
         }
     }
