@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Builds the Dockerfile with buildah, for hack/image-rootfs.sh and hack/dist.sh, which source this. The base images are made by
-# debootstrap and the toolchains are this machine's, so no image registry is asked. The store is in .deps/image.
+# debootstrap and the toolchains are this machine's, so no image registry is used. The store is in .deps/image.
 
 deps=${root:?}/.deps/image
 

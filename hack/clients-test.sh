@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The community's snapshot-metadata-lister and snapshot-metadata-verifier in a pod of a cluster with deltapath in it: what a full and an
 # incremental backup list, by name and by the handle of a deleted snapshot. With drivers on several nodes the pod is on
-# another one than the volume. It cleans up behind itself, and before itself what an earlier run left.
+# another one than the volume. It removes what it made, and first what an earlier run left.
 set -euo pipefail
 suite=clients
 # shellcheck source=hack/lib.sh
@@ -44,7 +44,7 @@ lists() { # EXPECTED SNAPSHOT [FLAG...]
     local expected=$1 listed
     shift
     listed=$(tool lister "$@" | awk 'NR > 2 { print $4 "+" $5 }' | paste -sd ' ')
-    [ "$listed" = "$expected" ] || fail "the lister lists $listed of $*, and is to list $expected"
+    [ "$listed" = "$expected" ] || fail "the lister lists $listed of $*, expected $expected"
 }
 
 delete_made

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes in dist/ all that a release is, of the commit that is checked out, and asks no image registry:
+# Makes in dist/ all that a release is, of the commit that is checked out, without an image registry:
 #
 #   deltapath-VERSION-ARCH-linux.tar.gz     the six programs, static, with man pages and completions: x86_64, aarch64
 #   deltapath-VERSION-images-x86_64.tar     all images, as one OCI layout
@@ -75,7 +75,7 @@ tarball() { # ARCH IMAGE
         install -m 0755 "$(find "$mounted/out" -name "$program" -type f)" "$dir/bin/"
     done
     b rm "$container" >/dev/null
-    # All say the same on all machines; those of this one can be asked.
+    # Pages and completions are the same on all machines, and these programs run on this one.
     [ "$1" = x86_64 ] && pages "$dir"
     cp -r "$work/share" "$dir/"
     archive "$out/$name.tar.gz" "$work" "$name"

@@ -3,8 +3,8 @@
 //
 //	alerts TEMPLATE CASES DASHBOARD
 //
-// Or it plays them with what programs in a cluster serve: it asks each address ROUNDS times, once a second, takes each second for a minute,
-// and prints the alerts that fire after the last one.
+// Or it evaluates them on the metrics of running programs: it scrapes each address ROUNDS times, once a second, counts each second as a
+// minute, and prints the alerts that fire after the last one.
 //
 //	alerts scrape TEMPLATE ROUNDS POD=ADDRESS...
 //

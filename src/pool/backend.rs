@@ -13,6 +13,17 @@ use files::{Context, change, durable};
 /// Bytes of a copy on their way: the offset and whole blocks from there on.
 pub type Sink<'s> = &'s mut dyn FnMut(u64, &[u8]) -> std::result::Result<(), Stopped>;
 
+/// How a file is copied.
+pub struct Copying<'s> {
+    /// A backend that reads every byte hands them to it, ascending and rounded out to whole blocks of `size`. One that shares
+    /// them never calls it.
+    pub sink: Option<Sink<'s>>,
+    /// The unit of `sink`.
+    pub size: BlockSize,
+    /// The copy ends early when it is stopped.
+    pub stop: &'s Stop,
+}
+
 /// The bytes of a volume or a snapshot, open: they stay readable when the object is removed.
 #[derive(Debug)]
 pub struct Bytes {
@@ -57,18 +68,7 @@ pub type Extents<'f> = Box<dyn Iterator<Item = files::Result<Extent>> + 'f>;
 /// `laws.rs` tests what every backend promises.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Fills `target`, an empty file, with the bytes of `source`, holes kept, and gives it the same length. Without a sync.
-    ///
-    /// A backend that reads every byte hands them to `sink`, ascending and rounded out to whole blocks of `size`. One that
-    /// shares them never calls it.
-    fn fill(
-        &self,
-        source: &File,
-        target: &File,
-        target_path: &Path,
-        size: BlockSize,
-        sink: Option<Sink<'_>>,
-        stop: &Stop,
-    ) -> Result<()>;
+    fn fill(&self, source: &File, target: &File, target_path: &Path, how: Copying<'_>) -> Result<()>;
 
     /// What may differ between a copy and a later one. `since` is the [`Backend::birth`] of the earlier one, `before` its
     /// bytes; a backend needs one of the two.
@@ -113,39 +113,25 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// Makes the bytes of `target` a copy of `source`, as [`Backend::fill`] does. Synced.
-    fn copy(
-        &self,
-        source: &Bytes,
-        target: &ObjectDir,
-        size: BlockSize,
-        sink: Option<Sink<'_>>,
-        stop: &Stop,
-    ) -> Result<File> {
+    fn copy(&self, source: &Bytes, target: &ObjectDir, how: Copying<'_>) -> Result<File> {
         self.make_dir(&target.bytes())?;
-        let file = self.copy_file(source.file(), &target.data(), size, sink, stop)?;
+        let file = self.copy_file(source.file(), &target.data(), how)?;
         durable::sync_dir(&target.bytes())?;
         Ok(file)
     }
 
     /// The same for a single file. The caller syncs its directory entry.
-    fn copy_file(
-        &self,
-        source: &File,
-        target: &Path,
-        size: BlockSize,
-        sink: Option<Sink<'_>>,
-        stop: &Stop,
-    ) -> Result<File> {
+    fn copy_file(&self, source: &File, target: &Path, how: Copying<'_>) -> Result<File> {
         let file = change::create_new(target)?;
-        self.fill(source, &file, target, size, sink, stop)?;
+        self.fill(source, &file, target, how)?;
         change::sync(&file, target)?;
         Ok(file)
     }
 
     /// Copies bytes while they may be written: what the copy holds of a write it holds of all that was acknowledged
     /// before that write was sent. Only where [`Backend::copies_atomically`].
-    fn copy_live(&self, source: &Bytes, target: &ObjectDir, size: BlockSize, stop: &Stop) -> Result<File> {
-        self.copy(source, target, size, None, stop)
+    fn copy_live(&self, source: &Bytes, target: &ObjectDir, how: Copying<'_>) -> Result<File> {
+        self.copy(source, target, how)
     }
 
     /// Undoes what a driver that was killed in [`Backend::copy_live`] left set on a volume's bytes. `direct` is what the

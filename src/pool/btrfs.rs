@@ -11,7 +11,7 @@ use std::fs::File;
 use std::path::Path;
 
 use super::Result;
-use super::backend::{Backend, Bytes, Changes, Sink};
+use super::backend::{Backend, Bytes, Changes, Copying};
 use super::kind::{ImageFormat, Kind, Otherwise};
 use super::xfs::by_extents;
 use crate::sys::attributes::Flag;
@@ -20,7 +20,7 @@ use crate::sys::extents::wait_for_writes;
 use crate::sys::loopdev::{self, LoopDevice};
 use crate::sys::reserve::is_metadata_too_small;
 use crate::sys::{blockdev, clone, tree};
-use base::{BlockSize, ObjectDir, Stop};
+use base::ObjectDir;
 use files::{Context, durable};
 
 pub(super) static KIND: Kind = Kind {
@@ -62,15 +62,7 @@ struct Btrfs {
 }
 
 impl Backend for Btrfs {
-    fn fill(
-        &self,
-        source: &File,
-        target: &File,
-        target_path: &Path,
-        _: BlockSize,
-        _: Option<Sink<'_>>,
-        _: &Stop,
-    ) -> Result<()> {
+    fn fill(&self, source: &File, target: &File, target_path: &Path, _: Copying<'_>) -> Result<()> {
         Ok(clone::reflink(source, target, target_path)?)
     }
 
@@ -99,14 +91,7 @@ impl Backend for Btrfs {
         Ok(btrfs::create_subvolume(path)?)
     }
 
-    fn copy(
-        &self,
-        source: &Bytes,
-        target: &ObjectDir,
-        _: BlockSize,
-        _: Option<Sink<'_>>,
-        _: &Stop,
-    ) -> Result<File> {
+    fn copy(&self, source: &Bytes, target: &ObjectDir, _: Copying<'_>) -> Result<File> {
         let path = target.data();
         btrfs::snapshot(source.dir(), source.path(), &target.bytes())?;
         let file = File::options().read(true).write(true).open(&path).context("open", &path)?;
@@ -115,9 +100,9 @@ impl Backend for Btrfs {
         Ok(file)
     }
 
-    fn copy_live(&self, source: &Bytes, target: &ObjectDir, size: BlockSize, stop: &Stop) -> Result<File> {
+    fn copy_live(&self, source: &Bytes, target: &ObjectDir, how: Copying<'_>) -> Result<File> {
         let synchronous = SynchronousWrites::begin(source, self.flushes)?;
-        let copied = self.copy(source, target, size, None, stop);
+        let copied = self.copy(source, target, how);
         synchronous.end()?;
         let copied = copied?;
         // A write may have looked whether it shares its block before the copy was made, and be sent to it after. The

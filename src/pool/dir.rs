@@ -6,11 +6,11 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::backend::{Backend, Bytes, Changes, Sink};
+use super::backend::{Backend, Bytes, Changes, Copying, Sink};
 use super::kind::{Kind, Otherwise};
 use super::{Result, probe};
 use crate::sys::clone;
-use base::{BlockSize, ByteRange, Stop};
+use base::ByteRange;
 use files::{Context, DataRanges, change, step};
 
 pub(super) static KIND: Kind = Kind {
@@ -27,16 +27,8 @@ pub(super) static KIND: Kind = Kind {
 struct Dir;
 
 impl Backend for Dir {
-    fn fill(
-        &self,
-        source: &File,
-        target: &File,
-        target_path: &Path,
-        size: BlockSize,
-        sink: Option<Sink<'_>>,
-        stop: &Stop,
-    ) -> Result<()> {
-        sparse(source, target, target_path, size, sink, stop)
+    fn fill(&self, source: &File, target: &File, target_path: &Path, how: Copying<'_>) -> Result<()> {
+        sparse(source, target, target_path, how)
     }
 
     fn changes<'f>(
@@ -67,9 +59,7 @@ pub(super) fn sparse(
     source: &File,
     target: &File,
     target_path: &Path,
-    size: BlockSize,
-    mut sink: Option<Sink<'_>>,
-    stop: &Stop,
+    Copying { mut sink, size, stop }: Copying<'_>,
 ) -> Result<()> {
     let length = source.metadata().context("stat", target_path)?.len();
     change::set_len(target, target_path, length)?;
@@ -152,6 +142,7 @@ fn inside(source: &File, target: &File, target_path: &Path, range: ByteRange) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use base::{BlockSize, Stop};
     use std::os::unix::fs::MetadataExt;
 
     /// Blocks are punched and written while they are copied: what the sink saw is what the copy holds.
@@ -174,7 +165,8 @@ mod tests {
             Ok(())
         };
         let size = BlockSize::try_from(length).expect("1Mi");
-        sparse(&source, &target, dir.path(), size, Some(&mut sink), &Stop::default()).expect("copy");
+        let how = Copying { sink: Some(&mut sink), size, stop: &Stop::default() };
+        sparse(&source, &target, dir.path(), how).expect("copy");
         let mut copied = vec![0; length as usize];
         target.read_exact_at(&mut copied, 0).expect("read");
         assert!(copied == seen, "the copy holds other bytes than the sink was shown");
@@ -207,7 +199,7 @@ mod tests {
                 Ok(())
             };
             let sink: Option<Sink<'_>> = if with_sink { Some(&mut sink) } else { None };
-            sparse(&source, &target, &path, size, sink, &Stop::default()).expect("copy");
+            sparse(&source, &target, &path, Copying { sink, size, stop: &Stop::default() }).expect("copy");
             let meta = target.metadata().expect("stat");
             assert_eq!(meta.len(), length);
             assert!(meta.blocks() * 512 <= 4 * 4096, "holes were filled: {} sectors", meta.blocks());

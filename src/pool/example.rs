@@ -7,10 +7,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::backend::{Backend, Bytes, Changes, Sink};
+use super::backend::{Backend, Bytes, Changes, Copying};
 use super::kind::{Kind, Otherwise};
 use super::{Result, dir, probe};
-use base::{BlockSize, ByteRange, Stop, Written};
+use base::{ByteRange, Written};
 use files::{Context, DataRanges};
 
 pub(super) static KIND: Kind = Kind {
@@ -25,16 +25,8 @@ pub(super) static KIND: Kind = Kind {
 struct Example;
 
 impl Backend for Example {
-    fn fill(
-        &self,
-        source: &File,
-        target: &File,
-        target_path: &Path,
-        size: BlockSize,
-        _: Option<Sink<'_>>,
-        stop: &Stop,
-    ) -> Result<()> {
-        dir::sparse(source, target, target_path, size, None, stop)
+    fn fill(&self, source: &File, target: &File, target_path: &Path, how: Copying<'_>) -> Result<()> {
+        dir::sparse(source, target, target_path, Copying { sink: None, ..how })
     }
 
     fn changes<'f>(

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use tempfile::TempDir;
 
-use super::{Bytes, Changes, OpenPool, PoolRequest};
+use super::{Bytes, Changes, Copying, OpenPool, PoolRequest};
 use base::{Address, BlockSize, DataDir, ObjectDir, Quantity, Stop};
 
 const BLOCK: u64 = 4096;
@@ -56,9 +56,10 @@ impl World {
         let target = self.object(name);
         let bytes = self.open(source);
         let backend = self.pool().backend();
+        let how = Copying { sink: None, size: BlockSize::MIN, stop: &Stop::default() };
         match backend.copies_atomically() {
-            true => backend.copy_live(&bytes, &target, BlockSize::MIN, &Stop::default()),
-            false => backend.copy(&bytes, &target, BlockSize::MIN, None, &Stop::default()),
+            true => backend.copy_live(&bytes, &target, how),
+            false => backend.copy(&bytes, &target, how),
         }
         .expect("a copy");
         target
@@ -198,6 +199,7 @@ fn what_is_discarded_can_be_made_again(world: &World) {
     let copy = world.copy(&volume, "copy");
     let backend = world.pool().backend();
     backend.discard(&copy).expect("discard");
-    backend.copy(&world.open(&volume), &copy, BlockSize::MIN, None, &Stop::default()).expect("a copy");
+    let how = Copying { sink: None, size: BlockSize::MIN, stop: &Stop::default() };
+    backend.copy(&world.open(&volume), &copy, how).expect("a copy");
     assert!(content(&world.open(&copy)) == content(&world.open(&volume)));
 }

@@ -4,12 +4,11 @@
 use std::fs::File;
 use std::path::Path;
 
-use super::backend::{Backend, Bytes, Changes, Sink};
+use super::backend::{Backend, Bytes, Changes, Copying};
 use super::kind::{ImageFormat, Kind, Otherwise};
 use super::{Result, probe};
 use crate::sys::extents::Extents;
 use crate::sys::{clone, loopdev};
-use base::{BlockSize, Stop};
 
 pub(super) static KIND: Kind = Kind {
     name: "xfs",
@@ -35,15 +34,7 @@ pub(super) static KIND: Kind = Kind {
 struct Xfs;
 
 impl Backend for Xfs {
-    fn fill(
-        &self,
-        source: &File,
-        target: &File,
-        target_path: &Path,
-        _: BlockSize,
-        _: Option<Sink<'_>>,
-        _: &Stop,
-    ) -> Result<()> {
+    fn fill(&self, source: &File, target: &File, target_path: &Path, _: Copying<'_>) -> Result<()> {
         Ok(clone::reflink(source, target, target_path)?)
     }
 

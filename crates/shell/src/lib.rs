@@ -54,17 +54,17 @@ macro_rules! say {
     }};
 }
 
-/// `--quiet`, of each command that says how far it is.
+/// `--quiet`, for each command that shows progress.
 #[derive(Debug, Args)]
 pub struct Quiet {
-    /// Say nothing on standard error of how far it is.
+    /// Print no progress on standard error.
     #[arg(long, short)]
     quiet: bool,
 }
 
 static IS_QUIET: AtomicBool = AtomicBool::new(false);
 
-/// Whether how far the command is may be said: without `--quiet`.
+/// Whether progress may be shown: without `--quiet`.
 pub fn tells_progress() -> bool {
     !IS_QUIET.load(Ordering::Relaxed)
 }
@@ -75,7 +75,7 @@ fn is_quiet(given: &ArgMatches) -> bool {
         || given.subcommand().is_some_and(|(_, given)| is_quiet(given))
 }
 
-/// What all programs read in one way. A negative number is a value of its flag, not a flag. A socket of a CSI driver is
+/// Flags that all programs read in the same way. A negative number is a value of its flag, not a flag. A socket of a CSI driver is
 /// `--endpoint` or, as the sidecars name it, `--csi-address`; the address of metrics and probes is `--http-endpoint`.
 fn read_alike(command: Command) -> Command {
     let command = command.mut_args(|of| match of.get_action().takes_values() && !of.is_positional() {

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by hack/cluster-test.sh: hack/alerts plays the alerts of the chart with what the programs of a cluster serve, a second for a
-# minute.
+# Sourced by hack/cluster-test.sh: hack/alerts evaluates the alerts of the chart on the metrics of a
+# running cluster. One second counts as one minute.
 # shellcheck disable=SC2154,SC2317
 
 part_alerts() {
@@ -65,6 +65,6 @@ fire() {
     mapfile -t targets < <(k get pods --namespace "$namespace" --output json | jq -r '.items[] | . as $pod | .spec.containers[].ports[]? |
         select(.name == "metrics" or .name == "http" or .name == "router-http") | "\($pod.metadata.name)=\($pod.status.podIP):\(.containerPort)"')
     fired=$(on "$name-a" exec "$scratch/alerts" scrape "$root/deploy/chart/deltapath/templates/monitoring.yaml" "$2" "${targets[@]}" | paste -sd ' ')
-    [ "$fired" = "$1" ] || fail "the alerts that fire are: ${fired:-none}; and are to be: ${1:-none}"
+    [ "$fired" = "$1" ] || fail "alerts that fire: ${fired:-none}; expected: ${1:-none}"
     say "what fires: ${fired:-nothing}"
 }

@@ -8,7 +8,7 @@ use crate::driver::shared::Shared;
 use crate::driver::snapshots::history::hold::{Histories, header};
 use crate::driver::snapshots::history::parent::Parent;
 use crate::driver::snapshots::quiesce::{Copier, HashingSink, LiveCopy};
-use crate::pool::{Changes, Extents};
+use crate::pool::{Changes, Copying, Extents};
 use crate::store::{SnapshotRecord, VolumeRecord};
 use base::{BlockSize, ObjectDir, Stop};
 use cbt::{
@@ -166,7 +166,8 @@ impl Filler {
         // do not count, so they are hashed again.
         let changed = MapFile::open(&draft.changed())?;
         let pending = write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
-        self.shared.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;
+        let how = Copying { sink: None, size: BlockSize::MIN, stop: &stop };
+        self.shared.pool().copy_file(parent.hashes.file(), &draft.hashes(), how)?;
         Ok(Some(pending))
     }
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::shared::Shared;
-use crate::pool::{Bytes, Sink};
+use crate::pool::{Bytes, Copying};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
@@ -191,14 +191,15 @@ impl Copier {
     fn copy_bytes(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
         let LiveCopy { source, target, block_size, sink: hashing, written, .. } = copy;
         let Some(hashing) = hashing else {
+            let how = Copying { sink: None, size: *block_size, stop };
             return Ok(match written {
-                true => self.shared.pool().copy_live(source, target, *block_size, stop)?,
-                false => self.shared.pool().copy(source, target, *block_size, None, stop)?,
+                true => self.shared.pool().copy_live(source, target, how)?,
+                false => self.shared.pool().copy(source, target, how)?,
             });
         };
         let mut take = |offset: u64, bytes: &[u8]| hashing.take(offset, bytes);
-        let sink: Sink<'_> = &mut take;
-        let copied = self.shared.pool().copy(source, target, *block_size, Some(sink), stop);
+        let how = Copying { sink: Some(&mut take), size: *block_size, stop };
+        let copied = self.shared.pool().copy(source, target, how);
         hashing.check()?;
         Ok(copied?)
     }

@@ -17,7 +17,7 @@ use crate::driver::snapshots::history::hold::Histories;
 use crate::driver::snapshots::quiesce::{Copier, LiveCopy};
 use crate::driver::volumes::capacity::{Capacity, Reserved};
 use crate::driver::volumes::incoming::TransferTable;
-use crate::pool::{self, Bytes};
+use crate::pool::{self, Bytes, Copying};
 use crate::store::{AccessKind, Source, Timestamp, VolumeRecord};
 use base::{BlockSize, SnapshotId, Stop, VolumeId};
 use files::Context;
@@ -154,7 +154,8 @@ impl Volumes {
         let file = match content {
             None => self.shared.pool().create(target, record.capacity)?,
             Some(Content { source: Source::Snapshot(id), bytes, block_size, .. }) => {
-                match self.shared.pool().copy(&bytes, target, block_size, None, &Stop::default()) {
+                let how = Copying { sink: None, size: block_size, stop: &Stop::default() };
+                match self.shared.pool().copy(&bytes, target, how) {
                     // Deleted since it was opened: on btrfs that removes the subvolume under the open file.
                     Err(_) if self.shared.store.read(|index| index.snapshot(&id).is_none()) => {
                         return Err(Error::no_snapshot(id.as_str()));

@@ -60,7 +60,7 @@ pub async fn api(cluster: &Cluster) -> Result<Client> {
     Client::try_from(config).map_err(|error| none(&error))
 }
 
-/// How far it is.
+/// Prints progress.
 fn tell(what: &str) {
     if shell::tells_progress() {
         shell::say!("cbt-backup: {what}");

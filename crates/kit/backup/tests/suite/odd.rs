@@ -98,7 +98,7 @@ fn table() -> Vec<Row> {
     row(1, "write to", &format!("{full} --report @/fifo"));
     row(1, NO_FILE, "show --html @/dir/x/y");
     for path in ["@/dir", "@/fifo", "/dev/null"] {
-        row(1, "is no file", &format!("show --html {path}"));
+        row(1, "is not a file", &format!("show --html {path}"));
     }
     row(1, "in use", "mount ID --socket @/image");
     row(1, NO_FILE, "mount ID --socket @/dir/x/y");
