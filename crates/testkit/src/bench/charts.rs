@@ -105,11 +105,8 @@ impl Panel {
                 for power in low..=high {
                     let figure = 10f64.powi(power);
                     let (right, at) = (left + width, at_y(figure));
-                    put(
-                        svg,
-                        format!(
-                            "<line class=\"grid\" x1=\"{left:.1}\" x2=\"{right:.1}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>"
-                        ),
+                    *svg += &format!(
+                        "<line class=\"grid\" x1=\"{left:.1}\" x2=\"{right:.1}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>"
                     );
                     text(svg, left - 6.0, at + 4.0, "soft", "end", &shown(figure, "ms"));
                 }
@@ -123,12 +120,10 @@ impl Panel {
                         .filter_map(|(at, figure)| Some((at_x(at), at_y((*figure)?))))
                         .collect();
                     let line: Vec<String> = places.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
-                    put(svg, format!("<polyline class=\"s{series}\" points=\"{}\"/>", line.join(" ")));
+                    *svg += &format!("<polyline class=\"s{series}\" points=\"{}\"/>", line.join(" "));
                     for (x, y) in places {
-                        put(
-                            svg,
-                            format!("<circle class=\"f{series}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\"/>"),
-                        );
+                        *svg +=
+                            &format!("<circle class=\"f{series}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\"/>");
                     }
                 }
             }
@@ -139,11 +134,8 @@ impl Panel {
                     let top = y + 28.0 + 22.0 * at as f64;
                     let (left, width) = (x + LABELS, (figure / most * (PANEL - LABELS - 74.0)).max(1.5));
                     text(svg, left - 6.0, top + 13.0, "", "end", label);
-                    put(
-                        svg,
-                        format!(
-                            "<rect class=\"f{series}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"17\" rx=\"2\"/>"
-                        ),
+                    *svg += &format!(
+                        "<rect class=\"f{series}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"17\" rx=\"2\"/>"
                     );
                     text(svg, left + width + 5.0, top + 13.0, "soft", "start", &shown(*figure, unit));
                 }
@@ -152,15 +144,9 @@ impl Panel {
     }
 }
 
-fn put(svg: &mut String, element: String) {
-    svg.push_str(&element);
-}
-
 fn text(svg: &mut String, x: f64, y: f64, class: &str, anchor: &str, words: &str) {
-    put(
-        svg,
-        format!("<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{words}</text>"),
-    );
+    *svg +=
+        &format!("<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{words}</text>");
 }
 
 fn head(svg: &mut String, x: f64, y: f64, title: &str) {
@@ -196,10 +182,8 @@ fn draw(name: &'static str, title: &str, note: &str, panels: &[Panel]) -> (&'sta
     let used: Vec<usize> = panels.iter().flat_map(Panel::series).collect();
     let mut x = 20.0;
     for (series, name) in SERIES.iter().enumerate().filter(|(series, _)| used.contains(series)) {
-        put(
-            &mut body,
-            format!("<rect class=\"f{series}\" x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" rx=\"2\"/>"),
-        );
+        body +=
+            &format!("<rect class=\"f{series}\" x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" rx=\"2\"/>");
         text(&mut body, x + 18.0, y + 10.0, "", "start", name);
         x += 36.0 + 6.6 * name.len() as f64;
     }
