@@ -105,7 +105,7 @@ impl Driver {
         tracing::info!(
             data_dir = %shared.config.data_dir.display(),
             key = %shared.key,
-            pool = shared.open_pool.known().kind.name,
+            pool = %shared.open_pool.known().kind.name,
             place = shared.open_pool.describe(),
             volumes = shared.store.read(|index| index.volume_count()),
             snapshots = shared.store.read(|index| index.snapshot_count()),
