@@ -39,7 +39,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order full-pools backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -106,6 +106,9 @@ crash: deps ## ROUNDS=2000 kills at random moments, as many before chosen steps,
 
 soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btrfs (or xfs, dir)
 	@CARGO=$(CARGO) MINUTES=$(MINUTES) POOL=$(POOL) hack/soak.sh
+
+full-pools: deps ## Fill pools of 6 and 16 GiB in every way, then delete everything in random order (takes 16 GiB of disk)
+	hack/no-leaks.sh $(CARGO) test --locked --test suite -- many_gigabytes --include-ignored --nocapture --test-threads 1
 
 order: deps ## Copies of devices under write keep the order of writes: COPIES=300 in each of 23 ways
 	DELTAPATH_ORDER_COPIES=$(COPIES) hack/no-leaks.sh $(CARGO) test --locked --test suite -- order:: --include-ignored --nocapture --test-threads 1

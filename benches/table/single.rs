@@ -193,7 +193,7 @@ pub async fn many_snapshots(table: &mut Table) {
         let records = read_records(&rig.pool_dir().join("snapshots"));
         bares.push((started.elapsed(), memory));
         assert_eq!(records, VOLUMES * EACH);
-        testkit::signal(&child, nix::sys::signal::Signal::SIGTERM);
+        testkit::signal(child.id(), nix::sys::signal::Signal::SIGTERM);
         testkit::wait(&mut child, Duration::from_secs(60));
     }
     let memory = bares.iter().map(|bare| bare.1).max().unwrap_or(0);

@@ -55,7 +55,7 @@ impl Container {
 
     /// Stops the driver. Only the mounts of the script may be left.
     fn finish(mut self) {
-        signal(&self.child, Signal::SIGTERM);
+        signal(self.child.id(), Signal::SIGTERM);
         let status = wait(&mut self.child, Duration::from_secs(60));
         assert!(status.success(), "the driver ended with {status}");
         let scripts = mounted_by_the_script(&self.dir);

@@ -71,7 +71,7 @@ fn a_signal_at_any_time_leaves_nothing(
         let dir = tempfile::tempdir().expect("temp dir");
         let mut child = demo(dir.path(), pool).spawn().expect("spawn");
         std::thread::sleep(Duration::from_millis(millis));
-        signal(&child, by);
+        signal(child.id(), by);
         let status = wait(&mut child, Duration::from_secs(60));
         // Before the handler is set, the signal ends it at once. After its last step it has ended by itself.
         assert!(matches!(status.code(), Some(130 | 0 | 1) | None), "{status}");

@@ -253,7 +253,7 @@ async fn a_log_that_nobody_reads_stops_no_call() {
         }
     };
     let called = tokio::time::timeout(Duration::from_secs(120), calls).await;
-    testkit::signal(&driver, nix::sys::signal::Signal::SIGTERM);
+    testkit::signal(driver.id(), nix::sys::signal::Signal::SIGTERM);
     let ended = testkit::wait(&mut driver, Duration::from_secs(60));
     called.expect("calls are answered");
     assert!(ended.success(), "{ended}");

@@ -170,7 +170,7 @@ async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
         client.unpublish(volume, &kubelet).await.expect("unpublish");
     }
     assert!(devices_below(&dir.path().join("data/pool")).expect("devices").is_empty(), "a device is left");
-    testkit::signal(&secluded.child, nix::sys::signal::Signal::SIGTERM);
+    testkit::signal(secluded.child.id(), nix::sys::signal::Signal::SIGTERM);
     assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
     assert!(leftovers(dir.path()).is_empty(), "left: {:?}", leftovers(dir.path()));
 }

@@ -172,7 +172,7 @@ fn interrupt_verify(rig: &Rig) {
     while !leftovers(rig.dir.path()).contains(&pool) {
         assert_eq!(child.try_wait().expect("wait"), None, "verify ended before it mounted the pool");
     }
-    signal(&child, nix::sys::signal::Signal::SIGINT);
+    signal(child.id(), nix::sys::signal::Signal::SIGINT);
     assert_eq!(wait(&mut child, Duration::from_secs(20)).code(), Some(130));
     assert_eq!(leftovers(rig.dir.path()), Vec::<String>::new());
 }

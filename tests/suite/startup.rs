@@ -261,7 +261,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
             let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
             assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs", "step {at}");
         }
-        signal(&driver.0, nix::sys::signal::Signal::SIGTERM);
+        signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
         assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
         let left = leftovers(dir.path());
         assert_eq!(left, Vec::<String>::new(), "killed before step {at}");
@@ -298,7 +298,7 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
         Ok(mut client) => client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await,
         Err(error) => panic!("{error}: {}", std::fs::read_to_string(&log).unwrap_or_default()),
     };
-    signal(&driver.0, nix::sys::signal::Signal::SIGTERM);
+    signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
     assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
     assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs");
     assert_eq!(leftovers(dir.path()), Vec::<String>::new());

@@ -82,9 +82,8 @@ impl Node {
         proto::Topology { segments }
     }
 
-    /// SIGSTOP or SIGCONT.
     pub fn signal(&self, signal: Signal) {
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.rig.pid() as i32), signal).expect("signal");
+        crate::signal(self.rig.pid(), signal);
     }
 }
 

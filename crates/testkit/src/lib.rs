@@ -38,6 +38,7 @@ use deltapath::sys::freeze::Root;
 use deltapath::sys::mount::Mount;
 use deltapath::sys::slots;
 use deltapath::sys::sweep::devices_below;
+use nix::sys::signal::Signal;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use tempfile::TempDir;
 use tonic::Code;
@@ -112,9 +113,22 @@ pub fn root_of(mount: &Mount) -> Root {
     Root::open(mount).expect("open").expect("nothing is mounted over it")
 }
 
-pub fn signal(child: &Child, signal: nix::sys::signal::Signal) {
-    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
-    nix::sys::signal::kill(pid, signal).expect("signal");
+/// Sends a signal. After SIGSTOP it waits until every thread has stopped: kill(2) returns while those on other processors
+/// still run, and may answer a call.
+pub fn signal(pid: u32, signal: Signal) {
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");
+    if signal == Signal::SIGSTOP {
+        until("all threads stopped", || is_stopped(pid));
+    }
+}
+
+fn is_stopped(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+    threads.flatten().all(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        // The state follows the name, which may hold blanks and brackets.
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+    })
 }
 
 /// Waits for a process to end.

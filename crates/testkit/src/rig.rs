@@ -131,7 +131,7 @@ impl Rig {
     /// SIGTERM, as an orderly stop.
     pub fn terminate(&mut self) -> ExitStatus {
         let mut child = self.child.take().expect("the driver runs");
-        signal(&child, nix::sys::signal::Signal::SIGTERM);
+        signal(child.id(), nix::sys::signal::Signal::SIGTERM);
         wait(&mut child, Duration::from_secs(60))
     }
 

@@ -32,7 +32,7 @@ impl Running {
     }
 
     pub fn signal(&self, signal: Signal) {
-        crate::signal(&self.child, signal);
+        crate::signal(self.pid(), signal);
     }
 
     pub fn kill(&mut self) {

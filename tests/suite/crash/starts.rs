@@ -131,7 +131,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
         .unwrap_or_else(|ended| panic!("{context}: the next start ends with {ended}\n{}", log()));
     let request = csi_client::new_volume("volume", 1 << 20, csi_client::block_capability());
     let made = client.create_volume(request).await;
-    testkit::signal(&child, nix::sys::signal::Signal::SIGTERM);
+    testkit::signal(child.id(), nix::sys::signal::Signal::SIGTERM);
     let status = wait(&mut child, Duration::from_secs(60));
     made.unwrap_or_else(|error| panic!("{context}: {error}"));
     assert!(status.success(), "{context}: the next driver ends with {status}");

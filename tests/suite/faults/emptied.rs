@@ -180,6 +180,16 @@ async fn a_btrfs_pool_of_any_size_is_emptied() {
     sizes.into_iter().collect::<tokio::task::JoinSet<()>>().join_all().await;
 }
 
+#[apply(every_pool)]
+#[ignore = "takes 16 GiB of disk: make full-pools"]
+async fn a_full_pool_of_many_gigabytes_is_emptied(pool: PoolKind) {
+    for (mib, seed) in [(6 << 10, 1), (16 << 10, 2)] {
+        for way in WAYS {
+            emptied(pool, mib, way, seed).await;
+        }
+    }
+}
+
 /// The disk below the image is full, not the pool. A btrfs that could not be written is read-only until the next start.
 #[apply(device_cases)]
 async fn a_pool_on_a_full_disk_is_emptied(#[values(PoolKind::Btrfs, PoolKind::Xfs)] pool: PoolKind) {

@@ -134,7 +134,7 @@ impl Machine {
     /// Stops the driver in order.
     pub fn stop(&mut self) -> Result<(), String> {
         let mut driver = self.driver.take().expect("the driver runs");
-        signal(&driver, nix::sys::signal::Signal::SIGTERM);
+        signal(driver.id(), nix::sys::signal::Signal::SIGTERM);
         match wait(&mut driver, Duration::from_secs(60)) {
             status if status.success() => Ok(()),
             status => Err(format!("the driver ended with {status}")),

@@ -228,8 +228,7 @@ impl Running {
     }
 
     pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
-        nix::sys::signal::kill(pid, signal).expect("signal");
+        testkit::signal(self.0.id(), signal);
     }
 }
 

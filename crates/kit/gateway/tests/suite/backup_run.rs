@@ -343,8 +343,7 @@ pub async fn run_cleans_up_after_it_is_interrupted(world: World) {
         while cluster.names(reached).await.is_empty() {
             cluster.step().await;
         }
-        let pid = nix::unistd::Pid::from_raw(child.id() as i32);
-        nix::sys::signal::kill(pid, Signal::SIGINT).expect("kill");
+        testkit::signal(child.id(), Signal::SIGINT);
         let output = cluster.play(child).await;
         assert_eq!(output.status.code(), Some(130), "{what}: {}", text(&output.stderr));
         cluster.is_clean().await;

@@ -423,8 +423,7 @@ pub async fn an_interrupted_run_leaves_nothing(world: World) {
         })
         .await;
         tokio::time::sleep(std::time::Duration::from_millis(wait)).await;
-        let pid = nix::unistd::Pid::from_raw(suite.id().expect("it runs") as i32);
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).expect("kill");
+        testkit::signal(suite.id().expect("it runs"), nix::sys::signal::Signal::SIGINT);
         let ended = suite.wait_with_output().await.expect("wait");
         assert_eq!(ended.status.code(), Some(130), "{wait}");
         assert_nothing_is_left(&world).await;
