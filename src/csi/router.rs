@@ -33,8 +33,9 @@ use proto::node::{
     FindRequest, FindResponse, Kind,
 };
 use proto::transfer::transfer_server::TransferServer;
+use serve::identity::{Identity, Role};
 use serve::listen::{self, Connection, Limits};
-use serve::mutual::{self, Files, Identity, Mutual, Role};
+use serve::mutual::{self, Files, Mutual};
 
 /// Between two pings of a router's connection, and until one that does not answer is given up.
 const KEEPALIVE: Duration = Duration::from_secs(20);

@@ -27,8 +27,9 @@ use proto::transfer::{
     BlocksRequest, CloseRequest, CloseResponse, HashesResponse, MapRequest, MapResponse, OpenRequest,
     OpenResponse, ReadResponse,
 };
+use serve::identity::{Identity, Role};
 use serve::listen::Calls;
-use serve::mutual::{Identity, Mutual, Role};
+use serve::mutual::Mutual;
 
 /// Bytes of a message at most: a block of 4 MiB with its hash.
 pub(super) const MAX_MESSAGE: usize = 8 << 20;

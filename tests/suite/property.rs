@@ -14,8 +14,9 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::Runtime;
 use tonic::Code;
 
+use testkit::cluster::key_of;
 use testkit::content::{Content, blocks_of};
-use testkit::subject::{Subject, key_of};
+use testkit::subject::Subject;
 use testkit::{BLOCK, GIB, PoolKind, code};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.

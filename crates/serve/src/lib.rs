@@ -16,6 +16,8 @@ pub mod certificate;
 #[cfg(feature = "certificates")]
 pub mod certificates;
 pub mod http;
+#[cfg(feature = "tls")]
+pub mod identity;
 #[cfg(feature = "lease")]
 pub mod lease;
 #[cfg(feature = "tls")]

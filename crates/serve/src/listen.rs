@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
-use crate::mutual::Identity;
+use crate::identity::Identity;
 use crate::places::{Bounds, Place, Places};
 
 /// Hellos that are answered at once.

@@ -7,7 +7,6 @@
 //! The files are read again when they change. Connections that are open go on. No session is resumed, since that would skip
 //! the check of the client's certificate.
 
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,6 +32,7 @@ use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use crate::certificate::{self, Tried, Validity};
+use crate::identity::{Identity, Role};
 use crate::ticket::{Signer, TicketVerifier};
 
 /// How often the files are looked at.
@@ -40,58 +40,6 @@ const FILES_EVERY: Duration = Duration::from_secs(2);
 /// The largest frame that a node may send, in bytes. Each frame wakes its reader: at HTTP/2's 16 KiB that costs more than the
 /// bytes do.
 const FRAME: u32 = 256 << 10;
-
-/// Whom a certificate is for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Identity {
-    /// The trust domain: who is of another cluster is nobody here.
-    pub cluster: String,
-    /// What its bearer may do.
-    pub role: Role,
-}
-
-/// What the bearer of a certificate may do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Make CSI calls on nodes.
-    Router,
-    /// Answer them, for the data directory with this key; and read from other nodes what the router's tickets name.
-    Node(String),
-}
-
-impl Identity {
-    /// What this URI says; `None` where it is not one of ours.
-    fn parse(uri: &str) -> Option<Self> {
-        let (cluster, path) = uri.strip_prefix("spiffe://")?.split_once('/')?;
-        let role = match path.strip_prefix("deltapath/")? {
-            "router" => Role::Router,
-            path => match path.strip_prefix("node/")? {
-                key if !key.is_empty() && !key.contains('/') => Role::Node(key.to_owned()),
-                _ => return None,
-            },
-        };
-        (!cluster.is_empty()).then(|| Identity { cluster: cluster.to_owned(), role })
-    }
-
-    /// The one identity in a certificate.
-    pub fn of(certificate: &CertificateDer<'_>) -> Option<Self> {
-        let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
-        let mut ours = certificate.valid_uri_names().filter_map(Identity::parse);
-        let first = ours.next()?;
-        // Of two roles a reader would have to choose one.
-        ours.next().is_none().then_some(first)
-    }
-}
-
-impl fmt::Display for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "spiffe://{}/deltapath/", self.cluster)?;
-        match &self.role {
-            Role::Router => f.write_str("router"),
-            Role::Node(key) => write!(f, "node/{key}"),
-        }
-    }
-}
 
 /// Why files cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -450,36 +398,5 @@ impl ServerCertVerifier for NodeOnly {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_uris_of_a_role_are_identities() {
-        let node = |key: &str| Some(("c".to_owned(), Role::Node(key.to_owned())));
-        for (uri, expected) in [
-            ("spiffe://c/deltapath/router", Some(("c".to_owned(), Role::Router))),
-            ("spiffe://a.b/deltapath/router", Some(("a.b".to_owned(), Role::Router))),
-            ("spiffe://c/deltapath/node/0123abcd", node("0123abcd")),
-            ("spiffe://c/deltapath/router/", None),
-            ("spiffe://c/deltapath/router/x", None),
-            ("spiffe://c/deltapath/node/", None),
-            ("spiffe://c/deltapath/node/a/b", None),
-            ("spiffe://c/deltapath/node", None),
-            ("spiffe://c/x/deltapath/router", None),
-            ("spiffe:///deltapath/router", None),
-            ("https://c/deltapath/router", None),
-            ("SPIFFE://c/deltapath/router", None),
-            ("", None),
-        ] {
-            let expected = expected.map(|(cluster, role)| Identity { cluster, role });
-            assert_eq!(Identity::parse(uri), expected, "{uri}");
-            if let Some(identity) = expected {
-                assert_eq!(identity.to_string(), uri);
-            }
-        }
     }
 }

@@ -16,7 +16,7 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::sign::SigningKey;
 
-use crate::mutual::{Identity, Role};
+use crate::identity::{Identity, Role};
 
 /// How long a ticket is good for. A caller of CreateVolume repeats the call sooner, with a new one.
 pub const LIFE: Duration = Duration::from_secs(15 * 60);

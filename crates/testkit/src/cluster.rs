@@ -12,12 +12,16 @@ use tempfile::TempDir;
 
 use crate::network::Host;
 use crate::running::Running;
-use crate::subject::key_of;
 use crate::{PoolKind, Rig, STARTED_BY, free_port};
 
 /// The name of the cluster in certificates.
 pub const CLUSTER: &str = "cluster.test";
 pub use crate::{PATIENCE, eventually};
+
+/// The key of the data directory that an object is in.
+pub fn key_of(id: &str) -> Option<String> {
+    base::DataDirKey::of(id).map(String::from)
+}
 
 /// A CA, and what it signs.
 pub struct Authority {

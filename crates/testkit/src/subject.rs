@@ -14,7 +14,7 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::transport::Channel;
 
-use crate::cluster::{Cluster, PATIENCE, Router, eventually, patiently};
+use crate::cluster::{Cluster, PATIENCE, Router, eventually, key_of, patiently};
 use crate::{PoolKind, Rig, leftovers, temp_dir};
 
 /// A driver, or drivers behind a router, on one socket.
@@ -55,11 +55,6 @@ impl Site {
     pub fn alone() -> Self {
         Site { key: String::new(), name: "node-1".to_owned(), room: u64::MAX }
     }
-}
-
-/// The key of the data directory that an object is in.
-pub fn key_of(id: &str) -> Option<String> {
-    base::DataDirKey::of(id).map(String::from)
 }
 
 impl<'r> Subject<'r> {

@@ -17,8 +17,9 @@ use super::wire::{Answer, make};
 use super::world::{Bytes, MARK, World};
 use testkit::BLOCK;
 pub use testkit::LETTING_GO;
+use testkit::cluster::key_of;
 use testkit::content::Content;
-use testkit::subject::{Subject, key_of};
+use testkit::subject::Subject;
 
 /// The names in a life.
 pub const NAMES: NameSet = NameSet {

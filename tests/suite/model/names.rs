@@ -12,7 +12,8 @@ use proto::volume_capability::{AccessMode, access_mode};
 use super::calls::{ANOTHER, Access, Call, Mode, Name, NameSet, NewName, Node, Place, Ref, Use};
 use super::volumes::kinds;
 use super::wire::Reply;
-use testkit::subject::{Site, key_of};
+use testkit::cluster::key_of;
+use testkit::subject::Site;
 
 /// Digits of an id that was never given.
 const NEVER: &str = "00000000000000000000000000000000";

@@ -9,8 +9,9 @@ use tonic::Code;
 use super::calls::{Access, Call, Mode, Name, Place, Question, Use};
 use super::names::{Asked, Kind};
 use super::wire::{Answer, Reply};
+use testkit::cluster::key_of;
 use testkit::content::Content;
-use testkit::subject::{Site, key_of};
+use testkit::subject::Site;
 
 pub const MIB: u64 = 1 << 20;
 /// The name of the file that marks a filesystem's content.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serve::authority::Tolerant;
-use serve::mutual::{self, Files, Mutual, Role};
+use serve::identity::Role;
+use serve::mutual::{self, Files, Mutual};
 use serve::program::{self, Stop};
 use serve::streams::Streams;
 use tokio::task::JoinSet;

@@ -9,8 +9,10 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tonic::Code;
 
 use crate::answer::{Answer, Ended, Range, Style};
-use crate::client::{Messages, Opener, Policy, Query};
 use crate::error::Error;
+use crate::query::{Policy, Query};
+use crate::source::Opener;
+use crate::transport::Messages;
 
 /// An answer of the server: ranges in ascending order that do not overlap.
 ///

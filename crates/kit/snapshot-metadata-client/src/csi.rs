@@ -9,9 +9,9 @@ use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use crate::Policy;
-use crate::client::{Messages, Query, configured, messages};
 use crate::error::Error;
+use crate::query::{Policy, Query};
+use crate::transport::{MAX_MESSAGE, Messages, configured, messages};
 
 /// A CSI driver's socket.
 pub(crate) struct Socket {
@@ -53,8 +53,7 @@ impl Socket {
     /// Asks, from an offset on.
     pub async fn open(&self, query: &Query, offset: i64, policy: &Policy) -> Result<Messages, Error> {
         let channel = self.connect(policy).await?;
-        let mut client =
-            SnapshotMetadataClient::new(channel).max_decoding_message_size(crate::client::MAX_MESSAGE);
+        let mut client = SnapshotMetadataClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
         let (starting_offset, max_results) = (offset, policy.max_results());
         let secrets = self.secrets.clone();
         let answer = match query.clone() {

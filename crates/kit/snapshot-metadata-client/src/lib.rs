@@ -101,15 +101,19 @@ mod csi;
 mod error;
 #[cfg(feature = "kubernetes")]
 mod kubernetes;
+mod query;
+mod source;
+mod transport;
 
 pub use answer::{Range, Style, Violation};
 pub use blocks::Blocks;
-pub use client::{Client, Policy, Query};
+pub use client::Client;
 pub use error::{Advice, Call, Error};
 #[cfg(feature = "kubernetes")]
 pub use kube;
 #[cfg(feature = "kubernetes")]
 pub use kubernetes::{Options, Token};
+pub use query::{Policy, Query};
 
 /// The example in the README, compiled.
 #[cfg(all(doctest, feature = "kubernetes"))]

@@ -5,10 +5,10 @@
 
 use std::time::Duration;
 
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::issue::{Authority, Leaf};
+use super::issue::{Authority, Leaf, signed};
 
 /// How long things live.
 #[derive(Clone, Copy, Debug)]
@@ -137,11 +137,6 @@ impl State {
         bundle.extend(self.former.iter().map(|former| former.certificates.as_str()));
         bundle
     }
-}
-
-/// A span of time for arithmetic with timestamps.
-pub(super) fn signed(duration: Duration) -> SignedDuration {
-    SignedDuration::try_from(duration).unwrap_or(SignedDuration::MAX)
 }
 
 #[cfg(test)]

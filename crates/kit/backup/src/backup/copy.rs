@@ -9,7 +9,9 @@ use std::time::Instant;
 use base::{ByteRange, Stop};
 use files::AlignedBuffer;
 
-use super::{Job, Ranges, Request, partial};
+use super::partial::{self, Noting};
+use super::state::State;
+use super::{Job, Ranges, Request};
 use crate::device::{Device, is_zeros};
 use crate::error::{Error, Result};
 use crate::plan::{self, Listed, Read, Segments};
@@ -35,20 +37,17 @@ pub fn store(
     let run = Run {
         device,
         request,
-        stop,
         writer: Writer::new(repository, packs, segments),
         base: base.as_ref(),
         limit: Limit::new(request.limit),
         progress: Progress::new("backup", about.size),
-        is_failed: AtomicBool::new(false),
-        error: Mutex::new(None),
         read: AtomicU64::new(0),
-        done: Mutex::new(done.map(|done| done.done).unwrap_or_default()),
+        state: State::new(stop, done.map(|done| done.done).unwrap_or_default()),
     };
     let mut seen = Seen { listed: 0, touched: HashSet::new(), changed: Cells::new(about.size) };
     let came = run.all(repository, ranges, &about, &mut seen).and_then(|()| device.check_unchanged());
-    let Run { writer, read, done, .. } = run;
-    let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Run { writer, read, state, .. } = run;
+    let done = state.into_done();
     if came.is_ok() {
         for segment in
             base.iter().flat_map(|base| &base.segments).filter(|of| !seen.touched.contains(&of.number))
@@ -116,18 +115,15 @@ struct Seen {
 }
 
 /// What the threads of a backup share.
-pub struct Run<'r> {
-    pub device: &'r Device,
+struct Run<'r> {
+    device: &'r Device,
     request: &'r Request,
-    stop: &'r Stop,
-    pub writer: Writer<'r>,
+    writer: Writer<'r>,
     base: Option<&'r Index>,
     limit: Limit,
     progress: Progress,
-    is_failed: AtomicBool,
-    error: Mutex<Option<Error>>,
     read: AtomicU64,
-    done: Mutex<Vec<u32>>,
+    state: State<'r>,
 }
 
 /// A segment in work. Its map is stored with the last reference to it.
@@ -156,39 +152,25 @@ impl<'r> Run<'r> {
                     drop(works);
                 });
                 if let Err(error) = spawned {
-                    self.fail(Error::refused(format!("start a thread: {error}")));
+                    self.state.fail(Error::refused(format!("start a thread: {error}")));
                 }
             }
             drop(works);
-            scope.spawn(move || partial::keep_noting(self, repository, about, working));
+            let (device, writer, state) = (self.device, &self.writer, &self.state);
+            scope.spawn(move || Noting { device, writer, state, repository, about }.until_over(working));
             let dispatched = self.dispatch(repository, ranges, about.size, seen, &orders);
             if dispatched.is_err() {
-                self.is_failed.store(true, Ordering::Relaxed);
+                self.state.give_up();
             }
             drop(orders);
             dispatched
         });
-        let failed = self.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let failed = self.state.error();
         // What ended the others first, and not that they were ended.
         match (failed, dispatched) {
             (Some(Error::Stopped), Err(error)) | (Some(error), _) => Err(error),
             (None, dispatched) => dispatched,
         }
-    }
-
-    fn fail(&self, error: Error) {
-        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-        self.is_failed.store(true, Ordering::Relaxed);
-    }
-
-    /// The segments that are done, and whose maps and data the writer has.
-    pub fn done(&self) -> Vec<u32> {
-        self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Whether it is of no use to go on.
-    pub fn is_over(&self) -> bool {
-        self.is_failed.load(Ordering::Relaxed) || self.stop.check().is_err()
     }
 
     fn dispatch(
@@ -199,7 +181,7 @@ impl<'r> Run<'r> {
         seen: &mut Seen,
         orders: &SyncSender<Order<'r>>,
     ) -> Result<()> {
-        let done: HashSet<u32> = self.done().into_iter().collect();
+        let done: HashSet<u32> = self.state.done().into_iter().collect();
         let mut segments = Segments::new(size);
         let mut take = |range: ByteRange, segments: &mut Segments| -> Result<()> {
             seen.listed += range.len();
@@ -208,7 +190,7 @@ impl<'r> Run<'r> {
                 seen.touched.insert(listed.number);
                 self.segment(listed, size, &done, orders)?;
             }
-            self.stop.check()?;
+            self.state.stop.check()?;
             Ok(())
         };
         match ranges {
@@ -227,8 +209,9 @@ impl<'r> Run<'r> {
                 let known = grown.map_or(size, |base| base.about.size / BLOCK * BLOCK);
                 let runtime = repository.store.runtime();
                 // Whatever is begun for the next ranges, a new call or the pause before it, goes on until they are there.
-                let mut next =
-                    async || Ok::<_, Error>(unless(|| self.is_over(), blocks.next()).await?.transpose()?);
+                let mut next = async || {
+                    Ok::<_, Error>(unless(|| self.state.is_over(), blocks.next()).await?.transpose()?)
+                };
                 while let Some(ranges) = runtime.block_on(next())? {
                     for range in ranges {
                         let range = ByteRange { start: range.offset, end: range.offset + range.length };
@@ -273,7 +256,7 @@ impl<'r> Run<'r> {
         let base = self.base.and_then(of);
         let work = Arc::new(Work { listed, base, extents: Mutex::default(), is_cut: AtomicBool::new(false) });
         for read in reads {
-            if self.is_over() || orders.send((work.clone(), read)).is_err() {
+            if self.state.is_over() || orders.send((work.clone(), read)).is_err() {
                 work.is_cut.store(true, Ordering::Relaxed);
                 return Err(Error::Stopped);
             }
@@ -286,21 +269,21 @@ impl<'r> Run<'r> {
         let mut buffer = AlignedBuffer::new((plan::READ_BLOCKS as u64 * BLOCK) as usize);
         let mut compressor = match Compressor::new(self.request.level) {
             Ok(compressor) => compressor,
-            Err(error) => return self.fail(error),
+            Err(error) => return self.state.fail(error),
         };
         loop {
             let order = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
             let Ok((work, read)) = order else { return };
-            let done = match self.is_over() {
+            let done = match self.state.is_over() {
                 true => Err(Error::Stopped),
                 false => self.read(&work, &read, &mut buffer, &mut compressor),
             };
             if let Err(error) = done {
                 work.is_cut.store(true, Ordering::Relaxed);
-                self.fail(error);
+                self.state.fail(error);
             }
             if let Err(error) = self.complete(work) {
-                self.fail(error);
+                self.state.fail(error);
             }
         }
     }
@@ -314,7 +297,7 @@ impl<'r> Run<'r> {
     ) -> Result<()> {
         let bytes = |blocks: u32| u64::from(blocks) * BLOCK;
         let length = bytes(read.blocks.end - read.blocks.start);
-        self.limit.pass(length, self.stop)?;
+        self.limit.pass(length, self.state.stop)?;
         let offset = u64::from(work.listed.number) * SEGMENT + bytes(read.blocks.start);
         let content = buffer.part(length as usize);
         self.device.read(offset, content)?;
@@ -356,7 +339,7 @@ impl<'r> Run<'r> {
         };
         segment.replace(&work.listed.blocks, extents);
         self.writer.segment(work.listed.number, segment)?;
-        self.done.lock().unwrap_or_else(PoisonError::into_inner).push(work.listed.number);
+        self.state.segment_is_done(work.listed.number);
         Ok(())
     }
 }

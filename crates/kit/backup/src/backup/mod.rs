@@ -4,6 +4,7 @@
 
 mod copy;
 mod partial;
+mod state;
 
 use std::path::PathBuf;
 

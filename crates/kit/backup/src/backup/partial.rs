@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use files::AlignedBuffer;
 
 use super::Request;
-use super::copy::Run;
+use super::state::State;
 use crate::device::{Device, is_zeros};
 use crate::error::Result;
 use crate::repository::index::envelope;
 use crate::repository::pack::Packs;
 use crate::repository::verify::as_index;
+use crate::repository::writer::Writer;
 use crate::repository::{About, BLOCK, Extent, Kind, Partial, Repository, SEGMENT, Segment, pieces};
 
 /// Between two notes of how far a backup is: longer and longer, so that they take no part of it that counts.
@@ -145,45 +146,59 @@ fn gap(extents: &[Extent]) -> Option<u32> {
     gaps.get(gaps.len() / 2).map(|gap| gap.start.midpoint(gap.end))
 }
 
-/// Notes from time to time how far a backup is, until nobody sends any more.
-pub fn keep_noting(run: &Run<'_>, repository: &Repository, about: &About, working: Receiver<()>) {
-    let (began, mut last, mut noted) = (Instant::now(), Instant::now(), run.done().len());
-    while working.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        let pause = (began.elapsed() / SHARE).clamp(SOONEST, LATEST);
-        let count = run.done().len();
-        if last.elapsed() < pause || count == noted || run.is_over() {
-            continue;
-        }
-        match note(run, repository, about, &working) {
-            Ok(()) => noted = count,
-            // If that is serious, the backup meets it, too.
-            Err(error) => tracing::warn!("what is done is not noted, for --resume: {}", base::report(&error)),
-        }
-        last = Instant::now();
-    }
+/// Notes from time to time how far a backup is.
+pub struct Noting<'n> {
+    pub device: &'n Device,
+    pub writer: &'n Writer<'n>,
+    pub state: &'n State<'n>,
+    pub repository: &'n Repository,
+    pub about: &'n About,
 }
 
-fn note(run: &Run<'_>, repository: &Repository, about: &About, working: &Receiver<()>) -> Result<()> {
-    let mut done = run.done();
-    run.writer.flush()?;
-    // The segments of this moment, once their packs are durable.
-    loop {
-        let (written, others) = run.writer.durable();
-        if done.iter().any(|number| others.contains(number)) {
-            match working.recv_timeout(POLL_INTERVAL) {
-                Err(RecvTimeoutError::Timeout) if !run.is_over() => continue,
-                // What is left in the end says all.
-                _ => return Ok(()),
+impl Noting<'_> {
+    /// Until all senders of `working` are gone.
+    pub fn until_over(&self, working: Receiver<()>) {
+        let (began, mut last, mut noted) = (Instant::now(), Instant::now(), self.state.done().len());
+        while working.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            let pause = (began.elapsed() / SHARE).clamp(SOONEST, LATEST);
+            let count = self.state.done().len();
+            if last.elapsed() < pause || count == noted || self.state.is_over() {
+                continue;
             }
+            match self.note(&working) {
+                Ok(()) => noted = count,
+                // If that is serious, the backup meets it, too.
+                Err(error) => {
+                    tracing::warn!("what is done is not noted, for --resume: {}", base::report(&error));
+                }
+            }
+            last = Instant::now();
         }
-        done.sort_unstable();
-        let is_done = |number: u32| done.binary_search(&number).is_ok();
-        let mut segments = written.segments;
-        segments.retain(|of| is_done(of.number));
-        repository.check_lock()?;
-        let about = About { added: written.added, ..about.clone() };
-        let source = Some(run.device.identity().clone());
-        return write(repository, &Partial { about, packs: written.packs, segments, done, source });
+    }
+
+    fn note(&self, working: &Receiver<()>) -> Result<()> {
+        let mut done = self.state.done();
+        self.writer.flush()?;
+        // The segments of this moment, once their packs are durable.
+        loop {
+            let (written, others) = self.writer.durable();
+            if done.iter().any(|number| others.contains(number)) {
+                match working.recv_timeout(POLL_INTERVAL) {
+                    Err(RecvTimeoutError::Timeout) if !self.state.is_over() => continue,
+                    // What is left in the end says all.
+                    _ => return Ok(()),
+                }
+            }
+            done.sort_unstable();
+            let is_done = |number: u32| done.binary_search(&number).is_ok();
+            let mut segments = written.segments;
+            segments.retain(|of| is_done(of.number));
+            self.repository.check_lock()?;
+            let about = About { added: written.added, ..self.about.clone() };
+            let source = Some(self.device.identity().clone());
+            let partial = Partial { about, packs: written.packs, segments, done, source };
+            return write(self.repository, &partial);
+        }
     }
 }
 

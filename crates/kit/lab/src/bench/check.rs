@@ -20,7 +20,7 @@ const SPREAD: u64 = 1024;
 pub(super) async fn stream(plugin: &Plugin, question: &Question) -> Result<Answer, Wrong> {
     let options = Options { secrets: plugin.stream_secrets(), ..Options::default() };
     let opened = plugin.client().open_stream(question, &options).await;
-    Answer::read_all(opened, &name(question, &options)).await?.ok(question, &options)
+    Answer::read(opened, &name(question, &options)).await?.ok(question, &options)
 }
 
 /// How large a volume is: by its device, and by the driver's word, which may be less exact.

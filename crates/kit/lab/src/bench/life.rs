@@ -1,41 +1,11 @@
 //! What is measured: a volume's life from its creation to its deletion, with everything that is known of it checked on the way.
 
-use std::path::PathBuf;
-use std::time::Duration;
-
 use base::Quantity;
 use csi_client::Question;
 
 use super::figures::{Spot, Unit};
 use super::steps::{Bench, Lived, Over};
 use crate::random;
-
-/// What is asked for on the command line.
-#[derive(Clone, Debug)]
-pub(super) struct Plan {
-    pub sizes: Vec<u64>,
-    /// Ascending.
-    pub snapshots: Vec<u64>,
-    pub runs: u64,
-    pub data: u64,
-    /// Per cent of the data.
-    pub changed: Vec<f64>,
-    pub settle: Duration,
-    /// How long is written before and after a snapshot.
-    pub write_time: Duration,
-    pub bare_dir: Option<PathBuf>,
-    pub patience: Duration,
-}
-
-impl Plan {
-    /// How often progress is printed.
-    pub fn steps(&self) -> u64 {
-        let life = 8 + 3 * self.changed.len() as u64;
-        let growth =
-            4 * self.runs * self.snapshots.len() as u64 + self.snapshots.last().copied().unwrap_or(0);
-        self.sizes.len() as u64 * self.runs * life + growth
-    }
-}
 
 impl Bench<'_> {
     /// All that is planned. What went wrong beside the figures, and what could not be taken away.
@@ -69,7 +39,7 @@ impl Bench<'_> {
         if let Err(Over::Trouble(wrong)) = &lived {
             troubles.push(format!("{place}: {wrong}"));
         }
-        let still = self.plugin.ledger().clean_up(self.plugin, self.plan.patience).await;
+        let still = self.plugin.clean_up(self.plan.patience).await;
         for thing in still {
             if !left.contains(&thing) {
                 left.push(thing);

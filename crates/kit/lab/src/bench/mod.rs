@@ -11,6 +11,7 @@ mod figures;
 mod growth;
 mod life;
 mod page;
+mod plan;
 mod progress;
 mod show;
 mod steps;
@@ -34,7 +35,7 @@ use crate::conformance::plugin::Plugin;
 use crate::conformance::{Storage, ask, remove_empty, run_name, signals};
 use crate::output::{check, write};
 use figures::{Book, Conditions, Outcome, Verdict};
-use life::Plan;
+use plan::Plan;
 use progress::Progress;
 use steps::Bench;
 
@@ -277,7 +278,7 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     progress.clear();
     at_rest(REST).await;
     tokio::select! {
-        still = plugin.ledger().clean_up(plugin, plan.patience.min(Duration::from_secs(60))) => left = still,
+        still = plugin.clean_up(plan.patience.min(Duration::from_secs(60))) => left = still,
         _ = signals.wait_for(|count| *count >= 2) => left = plugin.ledger().names(),
     }
     if let Some(Err(error)) = bare.map(tempfile::TempDir::close) {

@@ -10,9 +10,8 @@ use tonic::Code;
 use super::bare;
 use super::check::{Size, holds, judge, stream};
 use super::figures::{Book, Spot, Unit};
-use super::life::Plan;
+use super::plan::Plan;
 use super::progress::Progress;
-use super::subject::Subject;
 use crate::conformance::content::Content;
 use crate::conformance::plugin::{Plugin, Volume, within};
 use crate::conformance::ranges::Ranges;
@@ -96,11 +95,6 @@ impl Bench<'_> {
             },
             ..spot
         }
-    }
-
-    pub async fn snapshot(&mut self, subject: &Subject, spot: &Spot) -> Lived<Snap> {
-        let id = self.step(spot, self.plugin.create_snapshot(&subject.volume.id)).await?;
-        Ok(Snap { id, content: subject.content.clone() })
     }
 
     /// A delta, if the driver has them. What it lists for each byte that changed.

@@ -9,7 +9,7 @@ use tonic::Code;
 use super::bare::Bare;
 use super::check::Size;
 use super::figures::Spot;
-use super::steps::{Bench, Lived, Over};
+use super::steps::{Bench, Lived, Over, Snap};
 use crate::conformance::content::{BLOCK, Content, Edit, apply, device_size};
 use crate::conformance::plugin::Volume;
 use crate::conformance::verdict::Wrong;
@@ -61,6 +61,11 @@ fn some(data: &[u64], percent: f64, seed: u64) -> BTreeSet<u64> {
 }
 
 impl Bench<'_> {
+    pub async fn snapshot(&mut self, subject: &Subject, spot: &Spot) -> Lived<Snap> {
+        let id = self.step(spot, self.plugin.create_snapshot(&subject.volume.id)).await?;
+        Ok(Snap { id, content: subject.content.clone() })
+    }
+
     /// A volume with data in it, and its space as the driver gave it before there was any.
     pub async fn subject(&mut self, size: u64, seed: u64, create: Option<&Spot>) -> Lived<Subject> {
         let plugin = self.plugin;

@@ -3,7 +3,6 @@
 use tonic::Status;
 
 use super::ranges::Ranges;
-use super::subject::Subject;
 use super::verdict::{Wrong, said};
 use csi_client::{Message, Options, Question, RawStream};
 
@@ -32,18 +31,8 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// Reads a stream to its end, whatever that is. An error only where it has none.
-    pub(super) async fn read<S: Subject>(
-        client: &mut S::Narrow,
-        question: &Question,
-        options: &Options,
-    ) -> Result<Self, Wrong> {
-        let opened = S::open(client, question, options).await;
-        Self::read_all(opened, &name(question, options)).await
-    }
-
-    /// The same of a stream that was opened; `call` says which.
-    pub async fn read_all(opened: Result<impl Messages, Status>, call: &str) -> Result<Self, Wrong> {
+    /// Reads a stream to its end, whatever that is; `call` says which. An error only where it has none.
+    pub async fn read(opened: Result<impl Messages, Status>, call: &str) -> Result<Self, Wrong> {
         let mut messages = Vec::new();
         let mut stream = match opened {
             Ok(stream) => stream,
@@ -184,7 +173,7 @@ mod tests {
             (offset - 1024, 1024)
         };
         let make = || Message { style: 1, capacity: CAPACITY, tuples: (0..4000).map(|_| tuple()).collect() };
-        let answer = Answer::read_all(Ok(Long { messages: 1000, make }), "it").await.expect("it ends");
+        let answer = Answer::read(Ok(Long { messages: 1000, make }), "it").await.expect("it ends");
         assert_eq!(answer.tuples().count(), 4_000_000);
         assert!(answer.tuples().last().is_some_and(|(offset, _)| offset < CAPACITY));
     }
@@ -205,7 +194,7 @@ mod tests {
 
     async fn has_no_end(mut make: impl FnMut() -> Vec<(i64, i64)> + Send) {
         let make = || Message { style: 1, capacity: 1 << 20, tuples: make() };
-        let read = Answer::read_all(Ok(Long { messages: usize::MAX, make }), "it").await;
+        let read = Answer::read(Ok(Long { messages: usize::MAX, make }), "it").await;
         assert!(read.is_err_and(|wrong| wrong.to_string().contains("no end")));
     }
 

@@ -6,10 +6,12 @@
 
 use super::answer::{Answer, missing, unit};
 use super::content::{BLOCK, blocking, differs_outside};
-use super::fixtures::{Fixtures, Kind, Snap};
+use super::fixtures::Fixtures;
 use super::history::{emptied, filled};
 use super::ranges::Ranges;
+use super::subject::Kind;
 use super::verdict::{Judged, Verdict, Wrong, remarked};
+use super::volume::Snap;
 
 /// Says how much more is listed than had to be, beyond the driver's own unit.
 fn more(listed: &Ranges, may: &Ranges, unit: u64, what: &str) -> Vec<String> {
@@ -161,7 +163,7 @@ pub(super) async fn never_written(fixtures: &Fixtures) -> Judged {
 /// Two snapshots with nothing between them.
 pub(super) async fn unchanged(fixtures: &Fixtures) -> Judged {
     let open = &fixtures.pair()?.open;
-    let (before, after) = (open.snapshot(fixtures).await?, open.snapshot(fixtures).await?);
+    let (before, after) = (open.snapshot(&fixtures.plugin).await?, open.snapshot(&fixtures.plugin).await?);
     let answer = fixtures.ask(&after.since(&before), 0, 0).await?;
     right_capacity(&answer, &after)?;
     let judged = nothing(&answer, "nothing changed");

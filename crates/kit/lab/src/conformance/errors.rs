@@ -3,7 +3,8 @@
 use tonic::Code;
 
 use super::answer::unexpected;
-use super::fixtures::{Fixtures, Kind};
+use super::fixtures::Fixtures;
+use super::subject::Kind;
 use super::subject::Subject;
 use super::verdict::{Judged, Verdict, Wrong, code_name, remarked, said};
 use csi_client::{Options, Question, block_capability};

@@ -1,28 +1,19 @@
 //! What the cases work on: volumes with a known history, made once and shared, and questions to the
 //! driver about them.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use tokio::sync::OnceCell;
 
 use super::answer::{Answer, call_of};
-use super::content::{BLOCK, Content, Edit, apply, device_size};
-use super::history;
-use super::meanwhile::Held;
-use super::plugin::{Plugin, Volume, calls};
+use super::history::{self, Change, Dense, Pair, Restored};
+use super::plugin::{Plugin, calls};
 use super::ranges::Ranges;
-use super::subject::Subject;
+use super::rest::Held;
+use super::subject::{Kind, Prepared, Subject};
 use super::verdict::{Judged, Wrong};
-use csi_client::{Client, Options, Question, RawStream, block_capability};
+use csi_client::{Client, Options, Question, RawStream};
 use tonic::Status;
-
-/// The two streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Allocated,
-    Delta,
-}
 
 /// What is prepared before a case runs, and what it must have to itself while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,83 +50,6 @@ fn exclude(one: &[Need], other: &[Need]) -> bool {
         || meet(Need::PairCalls, Need::PairCalls)
         // The same; and who reads its snapshots must not be blamed for what is done to their volume.
         || meet(Need::DenseCalls, Need::Dense)
-}
-
-/// Why something could not be prepared.
-#[derive(Clone, Debug)]
-pub(super) enum NotReady {
-    Skip(String),
-    Failed(Wrong),
-}
-
-impl From<Wrong> for NotReady {
-    fn from(wrong: Wrong) -> Self {
-        NotReady::Failed(wrong)
-    }
-}
-
-pub(super) type Prepared<T> = Result<T, NotReady>;
-
-/// A snapshot and what is in it.
-#[derive(Clone, Debug)]
-pub(super) struct Snap {
-    pub id: String,
-    pub content: Content,
-    /// The size of the device when it was taken.
-    pub size: u64,
-    /// The capacity that the driver had given of the volume by then.
-    pub reported_size: i64,
-}
-
-impl Snap {
-    pub fn allocated(&self) -> Question {
-        Question::Allocated { snapshot: self.id.clone() }
-    }
-
-    pub fn since(&self, base: &Snap) -> Question {
-        Question::Delta { base: base.id.clone(), target: self.id.clone() }
-    }
-}
-
-/// A published volume that the suite writes to.
-#[derive(Clone, Debug)]
-pub(super) struct OpenVolume {
-    pub volume: Volume,
-    pub device: PathBuf,
-    pub size: u64,
-    pub reported_size: i64,
-    pub content: Content,
-}
-
-/// A volume and its snapshots: never written, written, changed, changed again.
-pub(super) struct Pair {
-    pub open: OpenVolume,
-    pub empty: Snap,
-    pub first: Snap,
-    pub second: Snap,
-    pub third: Snap,
-}
-
-/// Published volumes that were made from `first` and `second`.
-pub(super) struct Restored {
-    pub first: PathBuf,
-    pub second: PathBuf,
-}
-
-/// A volume before and after something was done to it.
-pub(super) struct Change {
-    pub before: Snap,
-    pub after: Snap,
-    /// A snapshot of the volume that was restored from `before`.
-    pub copy: Option<Snap>,
-}
-
-/// A volume with as many changes between two snapshots as it takes.
-pub(super) struct Dense {
-    pub before: Snap,
-    pub after: Snap,
-    /// The volume, written no more; cases may modify it and let it grow.
-    pub open: tokio::sync::Mutex<OpenVolume>,
 }
 
 pub(super) struct Fixtures {
@@ -231,29 +145,7 @@ impl Fixtures {
     /// An answer, however it ends.
     pub async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
         calls(call_of(question));
-        Answer::read::<Self>(&mut self.plugin.client(), question, options).await
-    }
-
-    /// A new published Block volume.
-    pub async fn open(&self, from_snapshot: Option<&str>, bytes: u64) -> Result<OpenVolume, Wrong> {
-        self.open_from(from_snapshot.map(csi_client::from_snapshot), bytes).await
-    }
-
-    /// The same from any source.
-    pub async fn open_from(
-        &self,
-        source: Option<proto::VolumeContentSource>,
-        bytes: u64,
-    ) -> Result<OpenVolume, Wrong> {
-        let volume = self.plugin.create_volume(block_capability(), source, bytes).await?;
-        let device = self.plugin.attach(&volume).await?;
-        let size = device_size(&device)?;
-        if size < bytes {
-            let made = format!("a volume of {bytes} bytes was asked for, its device has {size}");
-            return Err(Wrong::new(made));
-        }
-        let reported_size = volume.capacity;
-        Ok(OpenVolume { volume, device, size, reported_size, content: Content::new() })
+        Self::read(&mut self.plugin.client(), question, options).await
     }
 }
 
@@ -278,11 +170,17 @@ impl Subject for Fixtures {
 
     async fn prepare(&self, need: Need) -> Prepared<()> {
         match need {
-            Need::Pair => self.pair.get_or_try_init(|| history::pair(self)).await.map(drop),
-            Need::Restored => self.restored.get_or_try_init(|| history::restored(self)).await.map(drop),
-            Need::Expanded => self.expanded.get_or_try_init(|| history::expanded(self)).await.map(drop),
-            Need::Between => self.between.get_or_try_init(|| history::between(self)).await.map(drop),
-            Need::Dense => self.dense.get_or_try_init(|| history::dense(self)).await.map(drop),
+            Need::Pair => self.pair.get_or_try_init(|| history::pair(&self.plugin)).await.map(drop),
+            Need::Restored => self
+                .restored
+                .get_or_try_init(|| async { history::restored(&self.plugin, self.pair()?).await })
+                .await
+                .map(drop),
+            Need::Expanded => {
+                self.expanded.get_or_try_init(|| history::expanded(&self.plugin)).await.map(drop)
+            }
+            Need::Between => self.between.get_or_try_init(|| history::between(&self.plugin)).await.map(drop),
+            Need::Dense => self.dense.get_or_try_init(|| history::dense(&self.plugin)).await.map(drop),
             Need::Held(kind) => {
                 self.held[kind as usize].get_or_try_init(|| Held::find(self, kind)).await.map(drop)
             }
@@ -299,7 +197,7 @@ impl Subject for Fixtures {
     }
 
     async fn clean_up(&self, patience: Duration) -> Vec<String> {
-        self.plugin.ledger().clean_up(&self.plugin, patience).await
+        self.plugin.clean_up(patience).await
     }
 
     fn made(&self) -> Vec<String> {
@@ -355,24 +253,5 @@ impl Subject for Fixtures {
 
     async fn open(client: &mut Client, question: &Question, options: &Options) -> Result<RawStream, Status> {
         client.open_stream(question, options).await
-    }
-}
-
-impl OpenVolume {
-    /// Writes to the device.
-    pub async fn write(&mut self, edits: Vec<Edit>) -> Result<(), Wrong> {
-        self.content = apply(self.content.clone(), self.device.clone(), edits).await?;
-        Ok(())
-    }
-
-    /// Takes a snapshot.
-    pub async fn snapshot(&self, fixtures: &Fixtures) -> Result<Snap, Wrong> {
-        let id = fixtures.plugin.create_snapshot(&self.volume.id).await?;
-        Ok(Snap { id, content: self.content.clone(), size: self.size, reported_size: self.reported_size })
-    }
-
-    /// 4 KiB blocks of the device.
-    pub fn blocks(&self) -> u64 {
-        self.size / BLOCK
     }
 }

@@ -1,7 +1,8 @@
 //! The form of an answer: tuples, type, capacity, sizes of messages.
 
 use super::answer::{Answer, name};
-use super::fixtures::{Fixtures, Kind};
+use super::fixtures::Fixtures;
+use super::subject::Kind;
 use super::subject::Subject;
 use super::verdict::{Judged, Verdict, Wrong, remarked};
 use proto::BlockMetadataType;

@@ -1,8 +1,43 @@
 //! The histories that the cases look at: which volume is written how, and when snapshots are taken.
 
+use std::path::PathBuf;
+
 use super::content::{Edit, device_size};
-use super::fixtures::{Change, Dense, Fixtures, NotReady, OpenVolume, Pair, Prepared, Restored};
+use super::plugin::Plugin;
+use super::subject::{NotReady, Prepared};
 use super::verdict::Wrong;
+use super::volume::{OpenVolume, Snap};
+
+/// A volume and its snapshots: never written, written, changed, changed again.
+pub(super) struct Pair {
+    pub open: OpenVolume,
+    pub empty: Snap,
+    pub first: Snap,
+    pub second: Snap,
+    pub third: Snap,
+}
+
+/// Published volumes that were made from `first` and `second`.
+pub(super) struct Restored {
+    pub first: PathBuf,
+    pub second: PathBuf,
+}
+
+/// A volume before and after something was done to it.
+pub(super) struct Change {
+    pub before: Snap,
+    pub after: Snap,
+    /// A snapshot of the volume that was restored from `before`.
+    pub copy: Option<Snap>,
+}
+
+/// A volume with as many changes between two snapshots as it takes.
+pub(super) struct Dense {
+    pub before: Snap,
+    pub after: Snap,
+    /// The volume, written no more; cases may modify it and let it grow.
+    pub open: tokio::sync::Mutex<OpenVolume>,
+}
 
 /// The volume is written in this many places, evenly spread.
 const PLACES: u64 = 32;
@@ -87,24 +122,23 @@ fn third_edits(blocks: u64) -> Vec<Edit> {
 }
 
 /// A volume with four snapshots.
-pub(super) async fn pair(fixtures: &Fixtures) -> Prepared<Pair> {
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
-    let empty = open.snapshot(fixtures).await?;
+pub(super) async fn pair(plugin: &Plugin) -> Prepared<Pair> {
+    let mut open = plugin.open(None, plugin.settings.volume_size).await?;
+    let empty = open.snapshot(plugin).await?;
     let blocks = open.blocks();
     open.write(first_edits(blocks)).await?;
-    let first = open.snapshot(fixtures).await?;
+    let first = open.snapshot(plugin).await?;
     open.write(second_edits(blocks)).await?;
-    let second = open.snapshot(fixtures).await?;
+    let second = open.snapshot(plugin).await?;
     open.write(third_edits(blocks)).await?;
-    let third = open.snapshot(fixtures).await?;
+    let third = open.snapshot(plugin).await?;
     Ok(Pair { open, empty, first, second, third })
 }
 
 /// Its first and its second, restored.
-pub(super) async fn restored(fixtures: &Fixtures) -> Prepared<Restored> {
-    let pair = fixtures.pair()?;
-    let first = fixtures.open(Some(&pair.first.id), pair.first.size).await?;
-    let second = fixtures.open(Some(&pair.second.id), pair.second.size).await?;
+pub(super) async fn restored(plugin: &Plugin, pair: &Pair) -> Prepared<Restored> {
+    let first = plugin.open(Some(&pair.first.id), pair.first.size).await?;
+    let second = plugin.open(Some(&pair.second.id), pair.second.size).await?;
     Ok(Restored { first: first.device, second: second.device })
 }
 
@@ -114,19 +148,19 @@ fn some_edits(blocks: u64, seed: u64) -> Vec<Edit> {
 }
 
 /// A volume with two snapshots and changes between them, published.
-pub(super) async fn short(fixtures: &Fixtures) -> Result<(OpenVolume, Change), Wrong> {
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+pub(super) async fn short(plugin: &Plugin) -> Result<(OpenVolume, Change), Wrong> {
+    let mut open = plugin.open(None, plugin.settings.volume_size).await?;
     let blocks = open.blocks();
     open.write(some_edits(blocks, 1)).await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(plugin).await?;
     open.write(some_edits(blocks / 2, 2)).await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(plugin).await?;
     Ok((open, Change { before, after, copy: None }))
 }
 
 /// Lets a published volume grow; it is published afterwards.
-pub(super) async fn expand(fixtures: &Fixtures, open: &mut OpenVolume, wanted: u64) -> Result<(), Wrong> {
-    let (plugin, online) = (&fixtures.plugin, fixtures.plugin.claims.expand_online);
+pub(super) async fn expand(plugin: &Plugin, open: &mut OpenVolume, wanted: u64) -> Result<(), Wrong> {
+    let online = plugin.claims.expand_online;
     if !online {
         plugin.detach(&open.volume.id).await?;
     }
@@ -146,23 +180,23 @@ pub(super) async fn expand(fixtures: &Fixtures, open: &mut OpenVolume, wanted: u
 }
 
 /// A volume that grows between two snapshots, and is written in its new part.
-pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
-    if !fixtures.plugin.claims.expand {
+pub(super) async fn expanded(plugin: &Plugin) -> Prepared<Change> {
+    if !plugin.claims.expand {
         return Err(NotReady::Skip("the driver does not claim EXPAND_VOLUME".into()));
     }
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let mut open = plugin.open(None, plugin.settings.volume_size).await?;
     let old = open.blocks();
     open.write(some_edits(old, 1)).await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(plugin).await?;
     let wanted = open.size * 2;
-    expand(fixtures, &mut open, wanted).await?;
+    expand(plugin, &mut open, wanted).await?;
     let blocks = open.blocks();
     let mut edits = some_edits(old / 2, 2);
     edits.push(Edit::Write { start: old, count: RUN, seed: 3 });
     edits.push(Edit::Write { start: (old + blocks) / 2 + 1, count: RUN, seed: 4 });
     edits.push(Edit::Write { start: blocks - 1, count: 1, seed: 5 });
     open.write(edits).await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(plugin).await?;
     Ok(Change { before, after, copy: None })
 }
 
@@ -170,28 +204,28 @@ pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
 pub(super) const MOST: u64 = 1_000_000;
 
 /// A volume that was empty, and in which every second block is written then.
-pub(super) async fn dense(fixtures: &Fixtures) -> Prepared<Dense> {
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
-    let before = open.snapshot(fixtures).await?;
+pub(super) async fn dense(plugin: &Plugin) -> Prepared<Dense> {
+    let mut open = plugin.open(None, plugin.settings.volume_size).await?;
+    let before = open.snapshot(plugin).await?;
     let comb = (0..open.blocks() / 2).take(MOST as usize);
     open.write(comb.map(|tooth| Edit::Write { start: 2 * tooth, count: 1, seed: tooth + 1 }).collect())
         .await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(plugin).await?;
     Ok(Dense { before, after, open: open.into() })
 }
 
 /// A volume that is restored from, in use and written to while its copy is, between two snapshots.
-pub(super) async fn between(fixtures: &Fixtures) -> Prepared<Change> {
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+pub(super) async fn between(plugin: &Plugin) -> Prepared<Change> {
+    let mut open = plugin.open(None, plugin.settings.volume_size).await?;
     let blocks = open.blocks();
     open.write(some_edits(blocks, 1)).await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(plugin).await?;
     open.write(some_edits(blocks / 3, 2)).await?;
-    let mut copy = fixtures.open(Some(&before.id), before.size).await?;
+    let mut copy = plugin.open(Some(&before.id), before.size).await?;
     copy.content = before.content.clone();
     copy.write(some_edits(blocks / 5, 3)).await?;
     open.write(some_edits(blocks / 7, 4)).await?;
-    let after = open.snapshot(fixtures).await?;
-    let copy = copy.snapshot(fixtures).await?;
+    let after = open.snapshot(plugin).await?;
+    let copy = copy.snapshot(plugin).await?;
     Ok(Change { before, after, copy: Some(copy) })
 }

@@ -6,9 +6,10 @@ use tonic::Code;
 use super::answer::{Answer, missing, unexpected};
 use super::complete::{check_allocated, check_delta, right_capacity};
 use super::content::{BLOCK, Edit, apply};
-use super::fixtures::{Fixtures, Snap};
+use super::fixtures::Fixtures;
 use super::history::short;
 use super::verdict::{Judged, Verdict, Wrong, remarked, said};
+use super::volume::Snap;
 use csi_client::{Question, mount_capability};
 
 /// A snapshot from before the expansion is as large as it was.
@@ -93,7 +94,7 @@ pub(super) async fn as_before(
 
 /// The volume goes on; its snapshots do not.
 pub(super) async fn written_on(fixtures: &Fixtures) -> Judged {
-    let (open, change) = short(fixtures).await?;
+    let (open, change) = short(&fixtures.plugin).await?;
     let answers = both(fixtures, &change.before, &change.after).await?;
     let step = open.blocks() / 64;
     let edits = (0..64).map(|place| Edit::Write { start: place * step + 7, count: 8, seed: 9 }).collect();
@@ -115,7 +116,7 @@ pub(super) async fn clear(fixtures: &Fixtures, volume_id: &str, snaps: &[&Snap])
 }
 
 pub(super) async fn source_deleted(fixtures: &Fixtures) -> Judged {
-    let (open, change) = short(fixtures).await?;
+    let (open, change) = short(&fixtures.plugin).await?;
     let answers = both(fixtures, &change.before, &change.after).await?;
     fixtures.plugin.detach(&open.volume.id).await?;
     if let Err(refused) = fixtures.plugin.delete_volume(&open.volume.id).await {
@@ -133,11 +134,11 @@ pub(super) async fn source_deleted(fixtures: &Fixtures) -> Judged {
 
 /// A chain is no weaker for a link that is gone.
 pub(super) async fn middle_deleted(fixtures: &Fixtures) -> Judged {
-    let (mut open, change) = short(fixtures).await?;
+    let (mut open, change) = short(&fixtures.plugin).await?;
     let step = open.blocks() / 16;
     open.write((0..8).map(|place| Edit::Write { start: place * step + 33, count: 4, seed: 5 }).collect())
         .await?;
-    let last = open.snapshot(fixtures).await?;
+    let last = open.snapshot(&fixtures.plugin).await?;
     fixtures.plugin.delete_snapshot(&change.after.id).await?;
     let remarks = check_delta(fixtures, &change.before, &last).await?;
     clear(fixtures, &open.volume.id, &[&last, &change.before]).await?;
@@ -146,7 +147,7 @@ pub(super) async fn middle_deleted(fixtures: &Fixtures) -> Judged {
 
 /// A base that was deleted: not found, or answered as if it were there.
 pub(super) async fn base_deleted(fixtures: &Fixtures) -> Judged {
-    let (open, change) = short(fixtures).await?;
+    let (open, change) = short(&fixtures.plugin).await?;
     fixtures.plugin.delete_snapshot(&change.before.id).await?;
     let (question, options) = (change.after.since(&change.before), fixtures.options(0, 0));
     let answer = fixtures.try_ask(&question, &options).await?;
@@ -165,7 +166,7 @@ pub(super) async fn base_deleted(fixtures: &Fixtures) -> Judged {
 
 /// What it says of a deleted base is one of two contracts, and it keeps to it: asked again, and from an offset.
 pub(super) async fn base_deleted_again(fixtures: &Fixtures) -> Judged {
-    let (open, change) = short(fixtures).await?;
+    let (open, change) = short(&fixtures.plugin).await?;
     let question = change.after.since(&change.before);
     let whole = fixtures.ask(&question, 0, 0).await?;
     fixtures.plugin.delete_snapshot(&change.before.id).await?;
@@ -201,19 +202,20 @@ pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
     if !fixtures.plugin.claims.clone {
         return Ok(Verdict::Skip("the driver does not claim CLONE_VOLUME".into()));
     }
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let mut open = fixtures.plugin.open(None, fixtures.plugin.settings.volume_size).await?;
     let step = open.blocks() / 16;
     let edits =
         |seed: u64| (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed }).collect();
     open.write(edits(1)).await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(&fixtures.plugin).await?;
     open.write(edits(4)).await?;
-    let mut clone = fixtures.open_from(Some(csi_client::from_volume(&open.volume.id)), open.size).await?;
+    let mut clone =
+        fixtures.plugin.open_from(Some(csi_client::from_volume(&open.volume.id)), open.size).await?;
     clone.content = open.content.clone();
     clone.write(edits(8)).await?;
     open.write(edits(12)).await?;
-    let after = open.snapshot(fixtures).await?;
-    let of_clone = clone.snapshot(fixtures).await?;
+    let after = open.snapshot(&fixtures.plugin).await?;
+    let of_clone = clone.snapshot(&fixtures.plugin).await?;
     let delta = check_delta(fixtures, &before, &after).await;
     let allocated = check_allocated(fixtures, &of_clone).await;
     clear(fixtures, &clone.volume.id, &[&of_clone]).await?;
@@ -227,7 +229,7 @@ pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
 /// A size that is no multiple of what drivers count in: the driver may round it up, and tells what it made.
 pub(super) async fn tail(fixtures: &Fixtures) -> Judged {
     let bytes = fixtures.plugin.settings.volume_size + BLOCK + 512;
-    let mut open = match fixtures.open(None, bytes).await {
+    let mut open = match fixtures.plugin.open(None, bytes).await {
         Ok(open) => open,
         Err(refused)
             if refused.code() == Some(Code::OutOfRange) || refused.code() == Some(Code::InvalidArgument) =>
@@ -238,9 +240,9 @@ pub(super) async fn tail(fixtures: &Fixtures) -> Judged {
     };
     let last = open.blocks() - 1;
     open.write(vec![Edit::Write { start: last, count: 1, seed: 1 }]).await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(&fixtures.plugin).await?;
     open.write(vec![Edit::Write { start: last, count: 1, seed: 2 }]).await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(&fixtures.plugin).await?;
     let mut judged = Ok(Verdict::Pass);
     for (question, snap) in [(before.allocated(), &before), (after.since(&before), &after)] {
         let answer = fixtures.ask(&question, 0, 0).await?;
@@ -257,7 +259,7 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
     if !fixtures.plugin.claims.groups {
         return Ok(Verdict::Skip("the driver does not claim CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT".into()));
     }
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let mut open = fixtures.plugin.open(None, fixtures.plugin.settings.volume_size).await?;
     let step = open.blocks() / 16;
     let edits =
         |seed: u64| (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed }).collect();
@@ -272,7 +274,7 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
     }
     // And one that was taken alone.
     open.write(edits(5)).await?;
-    let alone = open.snapshot(fixtures).await?;
+    let alone = open.snapshot(&fixtures.plugin).await?;
     let (first, second) = (&members[0].1, &members[1].1);
     let mut remarks = Vec::new();
     let mut judged = Ok(());

@@ -1,26 +1,26 @@
 //! What is done while a snapshot is streamed: its volume is modified, expanded or cloned, or it is deleted itself.
 
-use std::time::{Duration, Instant};
-
 use tonic::Code;
 
 use super::answer::{Answer, missing, name};
 use super::complete::check_delta;
 use super::content::Edit;
-use super::fixtures::{Fixtures, Kind, OpenVolume, Prepared, Snap};
+use super::fixtures::Fixtures;
 use super::history::expand;
 use super::life::{as_before, clear};
-use super::streams::{Rest, is_cut_inside, not_shown, overdue};
+use super::rest::{Held, Rest, not_shown};
+use super::subject::Kind;
 use super::verdict::{Judged, Verdict, Wrong, remarked};
-use csi_client::{Options, block_capability};
+use super::volume::{OpenVolume, Snap};
+use csi_client::block_capability;
 
 /// A published volume with two snapshots and changes between them.
 async fn written(fixtures: &Fixtures) -> Result<(OpenVolume, Snap, Snap), Wrong> {
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let mut open = fixtures.plugin.open(None, fixtures.plugin.settings.volume_size).await?;
     open.write(edits(&open, 1)).await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(&fixtures.plugin).await?;
     open.write(edits(&open, 3)).await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(&fixtures.plugin).await?;
     Ok((open, before, after))
 }
 
@@ -56,7 +56,7 @@ impl Work {
             Work::Expand => {
                 // Whole MiB, for drivers that count in them.
                 let wanted = open.size + (open.size / 8).next_multiple_of(1 << 20);
-                expand(fixtures, open, wanted).await
+                expand(plugin, open, wanted).await
             }
             Work::Clone => {
                 let source = csi_client::from_volume(&open.volume.id);
@@ -81,7 +81,7 @@ async fn whole_meanwhile(fixtures: &Fixtures, kind: Kind, work: Work) -> Judged 
     let dense = fixtures.dense()?;
     let mut open = dense.open.lock().await;
     let target = match work {
-        Work::Delete => Snap { id: open.snapshot(fixtures).await?.id, ..dense.after.clone() },
+        Work::Delete => Snap { id: open.snapshot(&fixtures.plugin).await?.id, ..dense.after.clone() },
         _ => dense.after.clone(),
     };
     let question = match kind {
@@ -137,7 +137,7 @@ pub(super) async fn modified(fixtures: &Fixtures) -> Judged {
     let (mut open, before, middle) = written(fixtures).await?;
     plugin.modify_volume(&open.volume.id).await?;
     open.write(edits(&open, 5)).await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(&fixtures.plugin).await?;
     let complete = check_delta(fixtures, &before, &after).await;
     clear(fixtures, &open.volume.id, &[&after, &middle, &before]).await?;
     let remarks = complete?;
@@ -166,52 +166,6 @@ pub(super) async fn cloned(fixtures: &Fixtures) -> Judged {
 /// A snapshot that is deleted while it is streamed: the whole answer, or an error.
 pub(super) async fn deleted(fixtures: &Fixtures, kind: Kind) -> Judged {
     whole_meanwhile(fixtures, kind, Work::Delete).await
-}
-
-/// How long a stream is left alone at least, besides the time that reading it to its end takes.
-const WAIT: Duration = Duration::from_millis(500);
-/// Factor of the second wait. A driver that was held up during the first one is not taken for one that waits.
-const AGAIN: u32 = 4;
-
-/// The shortest rest of an answer about the dense volume whose stream waits for its reader; else the longest. It is found once, for
-/// it takes time and has nothing to do with what is done then.
-pub(super) struct Held {
-    rests: Vec<Rest>,
-    at: usize,
-    waits: bool,
-}
-
-impl Held {
-    pub async fn find(fixtures: &Fixtures, kind: Kind) -> Prepared<Self> {
-        let (question, _) = fixtures.dense_question(kind)?;
-        let whole = fixtures.ask(&question, 0, 0).await?;
-        let rests = Rest::of(&question, &whole);
-        for (at, rest) in rests.iter().enumerate() {
-            if waits_for_its_reader(fixtures, rest).await? {
-                return Ok(Held { at, waits: true, rests });
-            }
-        }
-        Ok(Held { at: rests.len() - 1, waits: false, rests })
-    }
-}
-
-/// Whether a stream that nobody reads is still open when the driver has had the time to send all of it: then it waits for its
-/// reader, however long that takes. A deadline shows it, for it ends only what is open.
-async fn waits_for_its_reader(fixtures: &Fixtures, rest: &Rest) -> Result<bool, Wrong> {
-    let mut client = fixtures.plugin.narrow().await?;
-    let options = rest.options(fixtures);
-    let opened = Instant::now();
-    let whole = Answer::read::<Fixtures>(&mut client, &rest.question, &options).await?;
-    whole.ok(&rest.question, &options)?;
-    let wait = WAIT + opened.elapsed();
-    for wait in [wait, AGAIN * wait] {
-        let options = Options { timeout_ms: Some(wait.as_millis() as u64), ..options.clone() };
-        let answer = overdue::<Fixtures>(&mut client, &rest.question, &options, 1).await?;
-        if !is_cut_inside(&answer, rest.messages) {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
 
 /// An answer after whose first message something is done, while the stream waits for its reader.

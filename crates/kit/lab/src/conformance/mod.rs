@@ -7,12 +7,13 @@
 //! - `fixtures.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
 //!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
 //! - `subject.rs` is what cases ask: the `Fixtures`, or by `kubernetes/` a service in a cluster.
-//! - `plugin.rs` plays the container orchestrator, `ledger.rs` takes everything away again.
+//! - `plugin.rs` plays the container orchestrator, `clean_up.rs` takes everything in `ledger.rs` away again.
 
 pub(crate) mod answer;
 pub(crate) mod attach;
 mod case;
 pub(crate) mod claims;
+mod clean_up;
 mod compare;
 mod complete;
 pub(crate) mod content;
@@ -28,12 +29,14 @@ mod offsets;
 pub(crate) mod plugin;
 pub(crate) mod ranges;
 mod report;
+mod rest;
 mod run;
 pub(crate) mod secrets;
 mod streams;
 mod subject;
 mod table;
 pub(crate) mod verdict;
+mod volume;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -260,7 +263,7 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, 
         },
     };
     if let Some(refusal) = first.as_ref().and_then(|(_, first)| run::refusal(first)) {
-        let mut left = fixtures.plugin.ledger().clean_up(&fixtures.plugin, patience).await;
+        let mut left = fixtures.plugin.clean_up(patience).await;
         left.extend(remove_empty(ours, dir));
         let left = left.iter().map(|left| format!("; left behind: {left}")).collect::<String>();
         return Err(format!("{name} refuses what the cases need: {refusal}{left}"));

@@ -2,9 +2,10 @@
 
 use super::answer::{Answer, missing, name, unexpected};
 use super::content::{BLOCK, Edit, blocking};
-use super::fixtures::{Fixtures, Kind};
+use super::fixtures::Fixtures;
 use super::format::too_few;
 use super::ranges::Ranges;
+use super::subject::Kind;
 use super::subject::Subject;
 use super::verdict::{Judged, Verdict, Wrong, code_name, remarked};
 use std::os::unix::fs::FileExt;
@@ -144,14 +145,14 @@ async fn resume_at_each<S: Subject>(subject: &S, question: &Question, size_of_vo
 pub(super) async fn partial(fixtures: &Fixtures) -> Judged {
     /// Bytes that change.
     const FEW: u64 = 512;
-    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let mut open = fixtures.plugin.open(None, fixtures.plugin.settings.volume_size).await?;
     let step = open.blocks() / 32;
     let places: Vec<u64> = (1..31).map(|place| place * step).collect();
     open.write(
         places.iter().map(|start| Edit::Write { start: *start, count: 3, seed: *start + 1 }).collect(),
     )
     .await?;
-    let before = open.snapshot(fixtures).await?;
+    let before = open.snapshot(&fixtures.plugin).await?;
     // The first bytes of a block, the last ones, and the whole block, in turn.
     let changed: Vec<std::ops::Range<u64>> = places
         .iter()
@@ -160,7 +161,7 @@ pub(super) async fn partial(fixtures: &Fixtures) -> Judged {
         .collect();
     let (device, ranges) = (open.device.clone(), changed.clone());
     blocking(move |_| overwrite(&device, &ranges)).await?;
-    let after = open.snapshot(fixtures).await?;
+    let after = open.snapshot(&fixtures.plugin).await?;
     let question = after.since(&before);
     let must = Ranges::of(changed.iter().cloned());
     let listed = fixtures.ask(&question, 0, 0).await?.ranges();

@@ -14,10 +14,11 @@ use tokio::task::JoinSet;
 
 use super::case::Case;
 use super::content::at_rest;
-use super::fixtures::{Fixtures, Need, NotReady, Prepared};
+use super::fixtures::{Fixtures, Need};
 use super::plugin::within;
 use super::report::{Outcome, Report};
 use super::subject::Subject;
+use super::subject::{NotReady, Prepared};
 use super::verdict::{Judged, Verdict, Wrong};
 use csi_client::Question;
 

@@ -4,12 +4,13 @@ use std::time::{Duration, Instant};
 
 use super::answer::{Answer, Messages, missing, name};
 use super::content::blocking;
-use super::fixtures::{Fixtures, Kind};
+use super::fixtures::Fixtures;
 use super::history::MOST;
 use super::ranges::Ranges;
-use super::subject::Subject;
+use super::rest::{Rest, is_cut_inside, not_shown, overdue};
+use super::subject::{Kind, Subject};
 use super::verdict::{Judged, Verdict, Wrong};
-use csi_client::{Options, Question};
+use csi_client::Options;
 
 /// Places in a stream where it is cut.
 const CUTS: usize = 8;
@@ -29,99 +30,6 @@ fn whole_if_ok(answer: &Answer, must: &Ranges, call: &str) -> Result<(), Wrong> 
     }
 }
 
-/// Reads a stream whose deadline passes after `read` messages, while its reader waits.
-pub(super) async fn overdue<S: Subject>(
-    client: &mut S::Narrow,
-    question: &Question,
-    options: &Options,
-    read: usize,
-) -> Result<Answer, Wrong> {
-    let deadline = Instant::now() + Duration::from_millis(options.timeout_ms.unwrap_or(0));
-    let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-    let mut stream = match S::open(client, question, options).await {
-        Ok(stream) => stream,
-        Err(status) => return Ok(Answer { end: Err(status), ..answer }),
-    };
-    loop {
-        if answer.messages.len() == read {
-            let late = deadline + Duration::from_millis(20);
-            tokio::time::sleep(late.saturating_duration_since(Instant::now())).await;
-        }
-        match stream.next().await {
-            Ok(Some(message)) => answer.messages.push(message),
-            Ok(None) => return Ok(answer),
-            Err(status) => return Ok(Answer { end: Err(status), ..answer }),
-        }
-    }
-}
-
-/// Whether a stream of that many messages ended with an error after its first one and before its last: until then it was open.
-pub(super) fn is_cut_inside(answer: &Answer, messages: usize) -> bool {
-    answer.end.is_err() && (1..messages).contains(&answer.messages.len())
-}
-
-/// The rest of a stream with many messages, from an offset on.
-pub(super) struct Rest {
-    pub question: Question,
-    offset: i64,
-    /// What it held when nothing disturbed it.
-    pub must: Ranges,
-    pub messages: usize,
-}
-
-impl Rest {
-    /// Rests that are longer and longer, up to the whole: work that grows until something can happen within it.
-    async fn growing<S: Subject>(subject: &S, kind: Kind) -> Result<Vec<Rest>, Wrong> {
-        let (question, first) = subject.dense_question(kind)?;
-        let whole = subject.ask(&question, 0, 0).await?;
-        let mut rests = Self::of(&question, &whole);
-        if S::KNOWS_FIRST {
-            // Streams that were disturbed before may have cost this one something.
-            for rest in &mut rests {
-                rest.must = first.within(rest.offset.unsigned_abs(), u64::MAX);
-            }
-        }
-        Ok(rests)
-    }
-
-    /// The same of a question whose whole answer is known.
-    pub fn of(question: &Question, whole: &Answer) -> Vec<Rest> {
-        let must = whole.ranges();
-        let whole: Vec<(i64, i64)> = whole.tuples().collect();
-        let mut rests = Vec::new();
-        for messages in [1_500, 6_000, 60_000, usize::MAX] {
-            let skipped = whole.len().saturating_sub(messages);
-            let offset = if skipped == 0 { 0 } else { whole[skipped].0 };
-            let must = must.within(offset.unsigned_abs(), u64::MAX);
-            rests.push(Rest { question: question.clone(), offset, must, messages: whole.len() - skipped });
-            if skipped == 0 {
-                break;
-            }
-        }
-        rests
-    }
-
-    /// The same rest of an answer to another question, about a snapshot with the same content.
-    pub fn of_same_length(&self, question: &Question, whole: &Answer) -> Rest {
-        let must = whole.ranges().within(self.offset.unsigned_abs(), u64::MAX);
-        Rest { question: question.clone(), must, ..*self }
-    }
-
-    /// With one tuple a message.
-    pub fn options(&self, subject: &impl Subject) -> Options {
-        subject.options(self.offset, 1)
-    }
-}
-
-/// Why a cut was none, in the longest stream that there is.
-pub(super) fn not_shown<S: Subject>(rests: &[Rest], what: &str) -> Verdict {
-    let messages = rests.last().map_or(0, |rest| rest.messages);
-    Verdict::NotShown(format!(
-        "no {what} fell inside a stream: a driver may have handed over all {messages} messages before; {}",
-        S::MORE
-    ))
-}
-
 /// Deadlines at many points of a stream: never `OK` on what was cut. Only one that fell inside a stream, after its first
 /// message and before its last, shows anything.
 pub(super) async fn deadline<S: Subject>(subject: &S, kind: Kind) -> Judged {
@@ -130,8 +38,7 @@ pub(super) async fn deadline<S: Subject>(subject: &S, kind: Kind) -> Judged {
     for rest in &rests {
         let options = rest.options(subject);
         let started = Instant::now();
-        let whole =
-            Answer::read::<S>(&mut client, &rest.question, &options).await?.ok(&rest.question, &options)?;
+        let whole = S::read(&mut client, &rest.question, &options).await?.ok(&rest.question, &options)?;
         let took = started.elapsed().as_millis() as u64;
         let messages = whole.messages.len();
         let mut inside = 0;

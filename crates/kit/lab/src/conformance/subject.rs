@@ -5,12 +5,33 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::time::Duration;
 
-use super::answer::{Answer, Messages};
-use super::fixtures::{Kind, Prepared};
+use super::answer::{Answer, Messages, name};
 use super::ranges::Ranges;
 use super::verdict::{Judged, Wrong};
 use csi_client::{Options, Question};
 use tonic::Status;
+
+/// The two streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Allocated,
+    Delta,
+}
+
+/// Why something could not be prepared.
+#[derive(Clone, Debug)]
+pub(super) enum NotReady {
+    Skip(String),
+    Failed(Wrong),
+}
+
+impl From<Wrong> for NotReady {
+    fn from(wrong: Wrong) -> Self {
+        NotReady::Failed(wrong)
+    }
+}
+
+pub(super) type Prepared<T> = Result<T, NotReady>;
 
 /// What cases ask, and what the run of all cases needs.
 pub(super) trait Subject: Send + Sync + Sized + 'static {
@@ -90,4 +111,15 @@ pub(super) trait Subject: Send + Sync + Sized + 'static {
         question: &Question,
         options: &Options,
     ) -> impl Future<Output = Result<Self::Stream, Status>> + Send;
+    /// Reads an answer on it, however it ends.
+    fn read(
+        narrow: &mut Self::Narrow,
+        question: &Question,
+        options: &Options,
+    ) -> impl Future<Output = Result<Answer, Wrong>> + Send {
+        async move {
+            let opened = Self::open(narrow, question, options).await;
+            Answer::read(opened, &name(question, options)).await
+        }
+    }
 }

@@ -2,8 +2,8 @@
 //! Metadata Service RPCs", and the test of each demand.
 
 use super::case::{Case, Level};
-use super::fixtures::Kind::{Allocated, Delta};
 use super::fixtures::{Fixtures, Need};
+use super::subject::Kind::{Allocated, Delta};
 use super::{complete, errors, format, life, meanwhile, offsets, streams};
 use Level::{Must, Should};
 

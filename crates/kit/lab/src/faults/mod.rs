@@ -40,7 +40,8 @@ use active::{Active, Row};
 pub(crate) use address::Address;
 use catalog::Kind;
 pub(crate) use listen::{Listener, Tls};
-pub(crate) use proxy::{Proxy, trailers};
+pub(crate) use play::trailers;
+pub(crate) use proxy::Proxy;
 use spec::{Spec, parse_all};
 pub(crate) use upstream::{Local, Upstream};
 

@@ -16,11 +16,11 @@ use serve::relay::{frame, unframe};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
+use tonic::codegen::http::{HeaderMap, HeaderValue};
 use tonic::{Code, Status};
 
 use super::catalog::Kind;
 use super::change::{About, Changer, Message};
-use super::proxy::{Proxy, replaced, trailers};
 use super::request::Stream;
 use super::seen::{Counts, Open};
 use super::spec::Spec;
@@ -31,7 +31,6 @@ const FLUSH: Duration = Duration::from_millis(50);
 
 /// A stream that is played on.
 pub(super) struct Play {
-    proxy: Arc<Proxy>,
     reader: Reader,
     asked: Stream,
     faults: Vec<Arc<Spec>>,
@@ -62,7 +61,6 @@ enum Act {
 
 impl Play {
     pub fn new(
-        proxy: Arc<Proxy>,
         reader: Reader,
         asked: Stream,
         faults: Vec<(Arc<Spec>, About)>,
@@ -75,7 +73,6 @@ impl Play {
         };
         let specs: Vec<Arc<Spec>> = faults.iter().map(|(spec, _)| spec.clone()).collect();
         Play {
-            proxy,
             reader,
             asked,
             empty: specs.iter().any(is_about_empty).then(Vec::new),
@@ -191,7 +188,7 @@ impl Play {
             }
             Kind::BaseGone if is_there => {
                 if let Some(base) = self.asked.base() {
-                    self.proxy.seen.facts().bases_gone.insert(base.to_owned());
+                    self.open.seen.facts().bases_gone.insert(base.to_owned());
                 }
                 Act::End(ended(spec))
             }
@@ -202,7 +199,7 @@ impl Play {
     /// Whether a fault ends the stream here, as if it were whole.
     fn ends_with_ok(&self) -> bool {
         let more =
-            |count: fn(&Counts) -> u64| count(&self.proxy.seen.facts().counts) > count(&self.open.counts);
+            |count: fn(&Counts) -> u64| count(&self.open.seen.facts().counts) > count(&self.open.counts);
         self.faults.iter().any(|spec| match spec.entry.kind {
             Kind::DeadlineIsOk => self.deadline.is_some_and(|deadline| Instant::now() >= deadline),
             Kind::DeleteEndsStreams => more(|counts| counts.deletions),
@@ -345,6 +342,26 @@ fn ended(spec: &Spec) -> Status {
         Code::Ok => Status::ok(""),
         code => Status::new(code, format!("the stream ends here (cbt-lab: {spec})")),
     }
+}
+
+/// What a refusal becomes.
+pub(super) fn replaced(status: Status, met: &[Arc<Spec>]) -> Status {
+    let is_replaced =
+        |spec: &&Arc<Spec>| spec.entry.kind == Kind::ErrorBecomes && spec.values.from == status.code();
+    match met.iter().find(is_replaced) {
+        Some(spec) => Status::new(spec.values.code, format!("{} (cbt-lab: {spec})", status.message())),
+        None => status,
+    }
+}
+
+/// A status as the end of a body.
+pub(crate) fn trailers(status: &Status) -> HeaderMap {
+    let mut trailers = HeaderMap::new();
+    if status.add_header(&mut trailers).is_err() {
+        // A message that no header can hold.
+        trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
+    }
+    trailers
 }
 
 /// An answer that no fault changes; it is noted whether it is read to its end.

@@ -12,14 +12,14 @@ use serve::relay::{self, deadline, frame, unframe};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::codegen::http::request::Parts;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, header};
+use tonic::codegen::http::{HeaderValue, Request, Response, header};
 use tonic::{Code, Status};
 
 use super::active::{Active, is_about};
 use super::caller::Caller;
 use super::catalog::Kind;
 use super::change::{About, Message};
-use super::play::{Guarded, Play};
+use super::play::{Guarded, Play, replaced, trailers};
 use super::request::{Asked, Stream, changed, lacks_secret};
 use super::seen::Seen;
 use super::spec::{Spec, parse_all};
@@ -325,7 +325,7 @@ impl Proxy {
             }
         };
         let faults = met.into_iter().zip(abouts).collect();
-        let play = Play::new(self, reader, stream, faults, open, connection, deadline);
+        let play = Play::new(reader, stream, faults, open, connection, deadline);
         let mut response = Response::new(play.body());
         *response.headers_mut() = headers;
         response.headers_mut().remove(header::CONTENT_LENGTH);
@@ -396,16 +396,6 @@ impl Proxy {
     }
 }
 
-/// What a refusal becomes.
-pub(super) fn replaced(status: Status, met: &[Arc<Spec>]) -> Status {
-    let is_replaced =
-        |spec: &&Arc<Spec>| spec.entry.kind == Kind::ErrorBecomes && spec.values.from == status.code();
-    match met.iter().find(is_replaced) {
-        Some(spec) => Status::new(spec.values.code, format!("{} (cbt-lab: {spec})", status.message())),
-        None => status,
-    }
-}
-
 /// The faults in a request's own marker.
 fn marked(marker: Option<HeaderValue>) -> Result<Vec<Spec>, Status> {
     let Some(marker) = marker else { return Ok(Vec::new()) };
@@ -468,14 +458,4 @@ fn unclaimed(kind: Kind, call: &str, answer: Bytes) -> Result<Bytes, Status> {
 fn request(mut head: Parts, body: Bytes) -> Request<Body> {
     head.headers.remove(header::CONTENT_LENGTH);
     Request::from_parts(head, Body::new(Full::new(body)))
-}
-
-/// A status as the end of a body.
-pub(crate) fn trailers(status: &Status) -> HeaderMap {
-    let mut trailers = HeaderMap::new();
-    if status.add_header(&mut trailers).is_err() {
-        // A message that no header can hold.
-        trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
-    }
-    trailers
 }

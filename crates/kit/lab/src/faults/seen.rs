@@ -76,7 +76,7 @@ impl Seen {
 /// A stream that is open.
 #[derive(Debug)]
 pub(super) struct Open {
-    seen: Seen,
+    pub seen: Seen,
     /// What had been done when it was opened.
     pub counts: Counts,
     /// It came to its end.

@@ -19,7 +19,8 @@ use proto::{
     ControllerGetVolumeRequest, GetCapacityRequest, GetMetadataAllocatedRequest, ListVolumesRequest,
 };
 use rustls::pki_types::ServerName;
-use serve::mutual::{Files, Mutual, Role};
+use serve::identity::Role;
+use serve::mutual::{Files, Mutual};
 use testkit::PoolKind;
 use testkit::bench::{HEADS, Process, median, ms, row};
 use tokio::net::{TcpStream, UnixStream};

@@ -21,9 +21,9 @@ use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tokio::time::timeout;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 
-use crate::Policy;
-use crate::client::{MAX_MESSAGE, Messages, Query, configured, messages};
 use crate::error::Error;
+use crate::query::{Policy, Query};
+use crate::transport::{MAX_MESSAGE, Messages, configured, messages};
 use token::Tokens;
 
 /// Longest answer that is waited for from the API server.

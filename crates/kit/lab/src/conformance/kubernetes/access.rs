@@ -7,7 +7,7 @@ use snapshot_metadata_client::{Client, Options as Access, Policy, Token};
 use tonic::Code;
 
 use super::super::answer::{Answer, missing};
-use super::super::fixtures::Kind;
+use super::super::subject::Kind;
 use super::super::subject::Subject;
 use super::super::verdict::{Judged, Verdict, Wrong, code_name, remarked, said};
 use super::cluster::{

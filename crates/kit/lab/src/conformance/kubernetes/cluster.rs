@@ -18,10 +18,10 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Request, Status, Streaming};
 
 use super::super::answer::{Answer, Messages, name};
-use super::super::fixtures::{Kind, Prepared};
 use super::super::plugin::within;
 use super::super::ranges::Ranges;
 use super::super::subject::Subject;
+use super::super::subject::{Kind, Prepared};
 use super::super::verdict::{Judged, Verdict, Wrong};
 use super::api::{Account, Api, SNAPSHOTS};
 use super::found::{Found, Snapshot};
@@ -267,7 +267,7 @@ impl Cluster {
     ) -> Result<Answer, Wrong> {
         let channel = self.channel.clone()?;
         let mut asking = Asking { client: SnapshotMetadataClient::new(channel), caller: caller.clone() };
-        Answer::read::<Self>(&mut asking, question, options).await
+        Self::read(&mut asking, question, options).await
     }
 }
 

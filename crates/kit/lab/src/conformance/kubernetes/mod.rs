@@ -16,6 +16,7 @@ mod cluster;
 mod found;
 mod front;
 mod table;
+mod tls;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

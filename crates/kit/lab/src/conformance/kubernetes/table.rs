@@ -2,10 +2,10 @@
 //! the messages of both contracts are the same.
 
 use super::super::case::{Case, Level, Run};
-use super::super::fixtures::Kind::{Allocated, Delta};
+use super::super::subject::Kind::{Allocated, Delta};
 use super::super::{errors, format, offsets, streams, table};
 use super::cluster::Cluster;
-use super::{access, front};
+use super::{access, tls};
 use Level::{Must, Should};
 
 const OBJECT: &str = "SnapshotMetadataService";
@@ -50,16 +50,16 @@ fn same(cases: &[(&'static str, Run<Cluster>)]) -> Vec<Case<Cluster>> {
 /// All cases.
 pub(super) fn cases() -> Vec<Case<Cluster>> {
     cases! {
-        own "object-address" (Must OBJECT) front::address =>
+        own "object-address" (Must OBJECT) tls::address =>
             "spec.address is a host and a port, and somebody listens there";
-        own "object-audience" (Must OBJECT) front::audience => "spec.audience says what tokens have to be for";
-        own "object-ca" (Must OBJECT) front::authority =>
+        own "object-audience" (Must OBJECT) tls::audience => "spec.audience says what tokens have to be for";
+        own "object-ca" (Must OBJECT) tls::authority =>
             "spec.caCert holds certificates in PEM, all of them valid now";
-        own "tls-certificate" (Must TLS) front::certificate =>
+        own "tls-certificate" (Must TLS) tls::certificate =>
             "the server's certificate is for the address's host, and caCert vouches for it";
-        own "tls-old-versions" (Must TLS) front::old_versions =>
+        own "tls-old-versions" (Must TLS) tls::old_versions =>
             "a client that offers nothing later than TLS 1.1 is refused";
-        own "tls-plaintext" (Must TLS) front::plaintext => "nothing is served without TLS";
+        own "tls-plaintext" (Must TLS) tls::plaintext => "nothing is served without TLS";
         both "served" errors::served;
         own "client" (Must OBJECT) access::client =>
             "a backup tool that looks at the objects finds the service and reads a whole delta";
