@@ -78,7 +78,7 @@ impl RouterListener {
             ),
             Err(error) => return Err(RouterError::Certificate(error)),
         }
-        let listener = serve::places::bind(address).map_err(|error| RouterError::Listen(address, error))?;
+        let listener = serve::slots::bind(address).map_err(|error| RouterError::Listen(address, error))?;
         let process = DataDirKey::random().map_err(|error| RouterError::Listen(address, error))?;
         Ok(RouterListener { listener, tls, process })
     }

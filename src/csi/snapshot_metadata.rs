@@ -101,13 +101,13 @@ impl SnapshotMetadataService {
             tuples: 0,
             ended: false,
             giving_back: self.giving_back.clone(),
-            _place: None,
+            _permit: None,
         };
-        let Ok(place) = self.open.clone().try_acquire_owned() else {
+        let Ok(permit) = self.open.clone().try_acquire_owned() else {
             let full = format!("{MAX_STREAMS} metadata streams are open: try again when some are done");
             return Err(call.fail(Status::resource_exhausted(full)));
         };
-        call._place = Some(place);
+        call._permit = Some(permit);
         let stop = call.stop.clone();
         let opened = self.workers.work(0, &call.rpc.span, move |driver| open(driver, &stop)).await;
         let stream = match opened {
@@ -146,7 +146,7 @@ struct Call {
     tuples: u64,
     ended: bool,
     giving_back: Arc<AtomicBool>,
-    _place: Option<OwnedSemaphorePermit>,
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Call {

@@ -33,7 +33,7 @@ pub(super) enum LockKey {
     Snapshot(SnapshotId),
     Group(GroupId),
     /// A path on the node: between the check that it is free and the mount, nothing else is mounted there.
-    Place(PathBuf),
+    MountPath(PathBuf),
     /// The history of a volume (`snapshots/history/hold.rs`): held for a short time, and callers wait for it.
     History(VolumeId),
     /// The opening of a source, for a transfer to another node.
@@ -52,7 +52,7 @@ impl std::fmt::Display for LockKey {
             LockKey::Group(id) => write!(f, "group snapshot {id}"),
             LockKey::Volume(id) => write!(f, "volume {id}"),
             LockKey::Snapshot(id) => write!(f, "snapshot {id}"),
-            LockKey::Place(path) => write!(f, "{}", path.display()),
+            LockKey::MountPath(path) => write!(f, "{}", path.display()),
             LockKey::History(id) => write!(f, "the snapshots of {id}"),
             LockKey::Transfer(name) => write!(f, "the transfer {name}"),
             LockKey::Map(id) => write!(f, "the allocated map of {id}"),

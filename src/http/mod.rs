@@ -40,7 +40,7 @@ pub struct Server {
 impl Server {
     /// Binds `address` and starts to count.
     pub fn bind(address: SocketAddr) -> Result<Self, Error> {
-        let listener = serve::places::bind(address).map_err(|error| Error::Listen(address, error))?;
+        let listener = serve::slots::bind(address).map_err(|error| Error::Listen(address, error))?;
         let counted =
             serve::http::install_metrics(metric::LOG_LINES_DROPPED_TOTAL).map_err(Error::Install)?;
         describe();

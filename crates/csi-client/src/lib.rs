@@ -247,51 +247,51 @@ impl Client {
         readonly: bool,
         dir: &Path,
     ) -> Result<PathBuf> {
-        let place = Place::of(dir, volume_id);
-        std::fs::create_dir_all(&place.staging).map_err(|error| Error {
+        let paths = MountPaths::of(dir, volume_id);
+        std::fs::create_dir_all(&paths.staging).map_err(|error| Error {
             call: "NodeStageVolume",
-            status: Status::internal(format!("make {}: {error}", place.staging.display())),
+            status: Status::internal(format!("make {}: {error}", paths.staging.display())),
         })?;
-        let stage = stage_of(volume_id, &place.staging, capability.clone());
+        let stage = stage_of(volume_id, &paths.staging, capability.clone());
         self.node.node_stage_volume(stage).await.map_err(Error::of("NodeStageVolume"))?;
         let publish = proto::NodePublishVolumeRequest {
             volume_id: volume_id.to_owned(),
-            staging_target_path: text(&place.staging),
-            target_path: text(&place.target),
+            staging_target_path: text(&paths.staging),
+            target_path: text(&paths.target),
             volume_capability: Some(capability),
             readonly,
             ..Default::default()
         };
         self.node.node_publish_volume(publish).await.map_err(Error::of("NodePublishVolume"))?;
-        Ok(place.target)
+        Ok(paths.target)
     }
 
     /// Undoes [`Client::publish`].
     pub async fn unpublish(&mut self, volume_id: &str, dir: &Path) -> Result<()> {
-        let place = Place::of(dir, volume_id);
+        let paths = MountPaths::of(dir, volume_id);
         let unpublish = proto::NodeUnpublishVolumeRequest {
             volume_id: volume_id.to_owned(),
-            target_path: text(&place.target),
+            target_path: text(&paths.target),
         };
         self.node.node_unpublish_volume(unpublish).await.map_err(Error::of("NodeUnpublishVolume"))?;
         let unstage = proto::NodeUnstageVolumeRequest {
             volume_id: volume_id.to_owned(),
-            staging_target_path: text(&place.staging),
+            staging_target_path: text(&paths.staging),
         };
         self.node.node_unstage_volume(unstage).await.map_err(Error::of("NodeUnstageVolume")).map(drop)
     }
 }
 
 /// Where a volume is staged and published, as kubelet would lay it out.
-struct Place {
+struct MountPaths {
     staging: PathBuf,
     target: PathBuf,
 }
 
-impl Place {
+impl MountPaths {
     fn of(dir: &Path, volume_id: &str) -> Self {
         let base = dir.join(volume_id);
-        Place { staging: base.join("staging"), target: base.join("target") }
+        MountPaths { staging: base.join("staging"), target: base.join("target") }
     }
 }
 

@@ -13,7 +13,7 @@ use hyper_util::service::TowerToHyperService;
 use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 
-use crate::places::{Bounds, Places};
+use crate::slots::{Bounds, Slots};
 
 /// Upper bounds of the latency histograms' buckets, in seconds: from a look-up in memory to a long copy.
 const BUCKETS: [f64; 14] =
@@ -62,7 +62,7 @@ pub async fn probes(
 /// Serves until dropped.
 pub async fn serve(listener: TcpListener, router: Router) {
     let router = router.fallback(unknown);
-    let places = Places::new(Bounds { stages: [MAX_CONNECTIONS, 0, 0], each: 0 });
+    let slots = Slots::new(Bounds { stages: [MAX_CONNECTIONS, 0, 0], each: 0 });
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
@@ -73,7 +73,7 @@ pub async fn serve(listener: TcpListener, router: Router) {
                 continue;
             }
         };
-        let place = places.enter();
+        let slot = slots.enter();
         let service = TowerToHyperService::new(router.clone());
         tokio::spawn(async move {
             let served = hyper::server::conn::http1::Builder::new()
@@ -82,7 +82,7 @@ pub async fn serve(listener: TcpListener, router: Router) {
                 .serve_connection(TokioIo::new(stream), service);
             let ended = tokio::select! {
                 ended = tokio::time::timeout(PATIENCE, served) => ended,
-                () = place.closed() => return tracing::debug!("an HTTP connection is closed for newer ones"),
+                () = slot.closed() => return tracing::debug!("an HTTP connection is closed for newer ones"),
             };
             match ended {
                 Ok(Ok(())) => {}
@@ -122,7 +122,7 @@ mod tests {
                 metrics::counter!("a_counter_with_a_long_name", "number" => number.to_string()).increment(1);
             }
         });
-        let listener = crate::places::bind(([127, 0, 0, 1], 0).into()).expect("bind");
+        let listener = crate::slots::bind(([127, 0, 0, 1], 0).into()).expect("bind");
         let address = listener.local_addr().expect("an address");
         let serving = tokio::spawn(probes(listener, metrics, || None));
         let mut crowd = Vec::new();

@@ -27,7 +27,6 @@ pub mod log;
 pub mod mutual;
 #[cfg(feature = "kubernetes")]
 pub mod object;
-pub mod places;
 #[cfg(feature = "program")]
 pub mod program;
 #[cfg(feature = "kubernetes")]
@@ -35,6 +34,7 @@ pub mod questions;
 pub mod relay;
 #[cfg(feature = "kubernetes")]
 pub mod reviews;
+pub mod slots;
 #[cfg(feature = "kubernetes")]
 pub mod snapshots;
 pub mod socket;

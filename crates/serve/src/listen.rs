@@ -21,7 +21,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
 use crate::identity::Identity;
-use crate::places::{Bounds, Place, Places};
+use crate::slots::{Bounds, Slot, Slots};
 
 /// Hellos that are answered at once.
 const TURNS: usize = 4;
@@ -69,7 +69,7 @@ pub fn tls(
 ) -> ReceiverStream<io::Result<Connection>> {
     let (ready, connections) = mpsc::channel(64);
     let turns = Arc::new(Semaphore::new(TURNS));
-    let places = Places::new(Bounds { stages: limits.stages, each: limits.each });
+    let slots = Slots::new(Bounds { stages: limits.stages, each: limits.each });
     tokio::spawn(async move {
         loop {
             let stream = tokio::select! {
@@ -89,16 +89,15 @@ pub fn tls(
                 tracing::debug!("a connection is closed: there is no certificate yet");
                 continue;
             };
-            let (place, turns, ready, limits) =
-                (places.enter(), turns.clone(), ready.clone(), limits.clone());
-            let closed = place.closed();
+            let (slot, turns, ready, limits) = (slots.enter(), turns.clone(), ready.clone(), limits.clone());
+            let closed = slot.closed();
             tokio::spawn(async move {
                 let greet = async {
                     // Who says nothing costs next to nothing.
                     stream.readable().await?;
                     Box::pin(async {
                         let stream = greet(stream, config, &turns).await?;
-                        let _ = ready.send(Ok(Connection::new(stream, &limits, place))).await;
+                        let _ = ready.send(Ok(Connection::new(stream, &limits, slot))).await;
                         io::Result::Ok(())
                     })
                     .await
@@ -138,7 +137,7 @@ async fn greet(
     }
 }
 
-/// A connection. It ends when its [`Calls`] close it, when its place is another's, and when no call has used it for long.
+/// A connection. It ends when its [`Calls`] close it, when its slot is another's, and when no call has used it for long.
 #[derive(Debug)]
 pub struct Connection {
     stream: TlsStream<TcpStream>,
@@ -153,7 +152,7 @@ pub struct Connection {
 /// The calls on a connection. Each request has them among its extensions.
 #[derive(Clone, Debug)]
 pub struct Calls {
-    place: Arc<Place>,
+    slot: Arc<Slot>,
     /// Calls that have begun since the connection was looked at.
     begun: Arc<AtomicUsize>,
     client: Option<Arc<CertificateDer<'static>>>,
@@ -166,7 +165,7 @@ pub struct OpenCall(Calls);
 impl Calls {
     /// Counts a call.
     pub fn open(&self) -> OpenCall {
-        self.place.begin();
+        self.slot.begin();
         self.begun.fetch_add(1, Ordering::Relaxed);
         OpenCall(self.clone())
     }
@@ -180,40 +179,40 @@ impl Calls {
 impl OpenCall {
     /// The call has shown who the client of the connection is.
     pub fn known(&self, client: &str) {
-        self.0.place.known(client);
+        self.0.slot.known(client);
     }
 
     /// Ends the call, and closes the connection if it has no other.
     pub fn end_and_close(self) {
         let calls = self.0.clone();
         drop(self);
-        if calls.place.is_idle() {
-            calls.place.close();
+        if calls.slot.is_idle() {
+            calls.slot.close();
         }
     }
 }
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        self.0.place.end();
+        self.0.slot.end();
     }
 }
 
 impl Connection {
-    fn new(stream: TlsStream<TcpStream>, limits: &Limits, place: Place) -> Self {
+    fn new(stream: TlsStream<TcpStream>, limits: &Limits, slot: Slot) -> Self {
         let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
         match (limits.known_by_certificate, shown) {
             (true, Some(shown)) => {
-                place.begin();
-                place.known(&Identity::of(shown).map_or_else(String::new, |identity| identity.to_string()));
+                slot.begin();
+                slot.known(&Identity::of(shown).map_or_else(String::new, |identity| identity.to_string()));
             }
-            _ => place.greeted(),
+            _ => slot.greeted(),
         }
         let calls =
-            Calls { client: shown.cloned().map(Arc::new), begun: Arc::default(), place: Arc::new(place) };
+            Calls { client: shown.cloned().map(Arc::new), begun: Arc::default(), slot: Arc::new(slot) };
         Connection {
             stream,
-            closed: Box::pin(calls.place.closed()),
+            closed: Box::pin(calls.slot.closed()),
             calls,
             look: Box::pin(sleep(limits.greeting)),
             soon: limits.greeting / 2,
@@ -230,13 +229,13 @@ impl Connection {
     fn poll_end(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         let ended = |why: &str| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why.to_owned()));
         if self.closed.as_mut().poll(context).is_ready() {
-            return ended("it is closed: its only call was ended, or newer connections need its place");
+            return ended("it is closed: its only call was ended, or newer connections need its slot");
         }
         while self.look.as_mut().poll(context).is_ready() {
             // One that a call has just used may have the next one on its way.
-            let place = &self.calls.place;
-            let is_used = self.calls.begun.swap(0, Ordering::Relaxed) > 0 || !place.is_idle();
-            let next = match (place.is_known(), is_used) {
+            let slot = &self.calls.slot;
+            let is_used = self.calls.begun.swap(0, Ordering::Relaxed) > 0 || !slot.is_idle();
+            let next = match (slot.is_known(), is_used) {
                 (true, true) => self.unused,
                 // Who calls is being looked at, which is bounded in time; what it hears has to be sent, too.
                 (false, true) => self.soon,

@@ -72,13 +72,13 @@ pub fn allow_open_files() {
 
 /// A listener for probes and metrics (`--http-endpoint`).
 pub fn bind_http(address: SocketAddr) -> Result<TcpListener, String> {
-    let bound = crate::places::bind(address);
+    let bound = crate::slots::bind(address);
     bound.map_err(|error| format!("listen on {address} (--http-endpoint): {error}"))
 }
 
 /// A listener for what is served (`--bind-address`, `--port`).
 pub fn bind(address: IpAddr, port: u16) -> Result<TcpListener, String> {
-    let bound = crate::places::bind((address, port).into());
+    let bound = crate::slots::bind((address, port).into());
     bound.map_err(|error| format!("listen on {address}:{port} (--port): {error}"))
 }
 

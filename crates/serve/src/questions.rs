@@ -167,7 +167,7 @@ mod tests {
             });
             list.to_string().into_response()
         };
-        let listener = crate::places::bind(([127, 0, 0, 1], 0).into()).expect("bind");
+        let listener = crate::slots::bind(([127, 0, 0, 1], 0).into()).expect("bind");
         let address = listener.local_addr().expect("an address");
         let router = axum::Router::new().route("/api/v1/configmaps", get(answer));
         let serving = tokio::spawn(crate::http::serve(listener, router));

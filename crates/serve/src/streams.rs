@@ -48,9 +48,9 @@ struct ByClient {
     each: HashMap<String, usize>,
 }
 
-/// A client's place among the open streams.
+/// The permission for one stream of a client, until it is dropped.
 #[derive(Debug)]
-pub struct Place {
+pub struct Permit {
     by_client: Arc<Mutex<ByClient>>,
     client: String,
     gauge: &'static str,
@@ -63,8 +63,8 @@ impl<R: Record> Streams<R> {
         Arc::new(Streams { max, max_per_client, gauge, open: Mutex::default(), by_client })
     }
 
-    /// A place, if there is one.
-    pub fn enter(&self, client: &str) -> Result<Place, Status> {
+    /// A permit, unless too many streams are open.
+    pub fn enter(&self, client: &str) -> Result<Permit, Status> {
         let mut by_client = lock(&self.by_client);
         if by_client.total >= self.max {
             return Err(Status::resource_exhausted(format!(
@@ -82,7 +82,7 @@ impl<R: Record> Streams<R> {
         *own += 1;
         by_client.total += 1;
         metrics::gauge!(self.gauge).increment(1.0);
-        Ok(Place { by_client: self.by_client.clone(), client: client.to_owned(), gauge: self.gauge })
+        Ok(Permit { by_client: self.by_client.clone(), client: client.to_owned(), gauge: self.gauge })
     }
 
     /// Ends the streams whose clients take nothing for `idle`, or beyond their deadline; for ever.
@@ -129,7 +129,7 @@ impl<R: Record> Streams<R> {
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         metrics::gauge!(self.gauge).decrement(1.0);
         let mut by_client = lock(&self.by_client);
@@ -152,8 +152,8 @@ pub struct Call<R> {
     pub deadline: Option<Instant>,
     /// The same call as its connection counts it; none where the connection is not one of `listen`.
     pub on_connection: Option<OpenCall>,
-    /// Its place among the streams, when its caller is known.
-    pub place: Option<Place>,
+    /// Its permit, when its caller is known.
+    pub permit: Option<Permit>,
 }
 
 impl<R: Record> Call<R> {

@@ -2,7 +2,7 @@
 //! they share.
 //!
 //! What the server may send ahead of a client is the window of its stream. It is small, so that any number of clients that stop
-//! reading cost a known amount of memory, and larger for as many streams as [`WideWindows`] has places for. The window of a
+//! reading cost a known amount of memory, and larger for as many streams as [`WideWindows`] has room for. The window of a
 //! connection is as large as those of all its streams together: a stream that nobody reads holds up no other.
 
 use std::fmt;
@@ -171,11 +171,11 @@ impl Upstream {
         let wide = self.windows.0.clone().try_acquire_owned().ok();
         let mut connect = pin!(connect);
         loop {
-            let (place, is_new) = self.place(connect.as_mut(), wide.is_some()).await?;
-            let state = place.0.state.clone();
+            let (permit, is_new) = self.permit(connect.as_mut(), wide.is_some()).await?;
+            let state = permit.0.state.clone();
             let (told, head) = oneshot::channel();
             let inbox = Arc::<Mutex<Inbox>>::default();
-            let work = place.ask(request.clone(), body.clone(), told, inbox.clone());
+            let work = permit.ask(request.clone(), body.clone(), told, inbox.clone());
             let task = tokio::spawn(work).abort_handle();
             match head.await.unwrap_or(Err(Error::Silent)) {
                 Ok(Begun { head, is_whole, window }) => {
@@ -189,22 +189,22 @@ impl Upstream {
         }
     }
 
-    /// A place on a connection, and whether that was made for it.
-    async fn place<T>(
+    /// A permit on a connection, and whether that was made for it.
+    async fn permit<T>(
         &self,
         connect: Pin<&mut impl Future<Output = io::Result<T>>>,
         is_wide: bool,
-    ) -> Result<(Place, bool), Error>
+    ) -> Result<(Permit, bool), Error>
     where
         T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        if let Some(place) = self.free_place(is_wide) {
-            return Ok((place, false));
+        if let Some(permit) = self.free_permit(is_wide) {
+            return Ok((permit, false));
         }
         let since = Instant::now();
         let mut failed = self.connecting.lock().await;
-        if let Some(place) = self.free_place(is_wide) {
-            return Ok((place, false));
+        if let Some(permit) = self.free_permit(is_wide) {
+            return Ok((permit, false));
         }
         if let Some((when, error)) = &*failed
             && *when > since
@@ -218,9 +218,9 @@ impl Upstream {
         match connected.await {
             Ok(connection) => {
                 let connection = Arc::new(connection);
-                let place = Place::on(&connection);
+                let permit = Permit::on(&connection);
                 lock(&self.open).push(connection);
-                Ok((place, true))
+                Ok((permit, true))
             }
             Err(error) => {
                 *failed = Some((Instant::now(), error.clone()));
@@ -229,8 +229,8 @@ impl Upstream {
         }
     }
 
-    /// A place on a connection that there is. Of those that nobody uses one of each kind is kept.
-    fn free_place(&self, is_wide: bool) -> Option<Place> {
+    /// A permit on a connection that there is. Of those that nobody uses one of each kind is kept.
+    fn free_permit(&self, is_wide: bool) -> Option<Permit> {
         let mut open = lock(&self.open);
         let mut has_idle = [false; 2];
         open.retain(|one| {
@@ -238,7 +238,7 @@ impl Upstream {
             !one.state.is_over.load(Ordering::Relaxed)
                 && (is_used || !mem::replace(&mut has_idle[usize::from(one.is_wide)], true))
         });
-        open.iter().find(|one| one.is_wide == is_wide && one.has_place()).map(Place::on)
+        open.iter().find(|one| one.is_wide == is_wide && one.has_room()).map(Permit::on)
     }
 }
 
@@ -312,7 +312,7 @@ impl Connection {
         Ok(Connection { requests, is_wide, state })
     }
 
-    fn has_place(&self) -> bool {
+    fn has_room(&self) -> bool {
         let most = if self.is_wide { WIDE_STREAMS } else { STREAMS };
         self.state.streams.load(Ordering::Relaxed) < most.min(self.requests.current_max_send_streams())
     }
@@ -337,14 +337,14 @@ async fn until_silent(mut pings: PingPong, state: &State, between: Duration) {
     }
 }
 
-/// A stream's place on a connection.
+/// The permission for one stream on a connection, until it is dropped.
 #[derive(Debug)]
-struct Place(Arc<Connection>);
+struct Permit(Arc<Connection>);
 
-impl Place {
+impl Permit {
     fn on(connection: &Arc<Connection>) -> Self {
         connection.state.streams.fetch_add(1, Ordering::Relaxed);
-        Place(connection.clone())
+        Permit(connection.clone())
     }
 
     /// Makes a call, says how its answer begins, and takes the rest of it in.
@@ -395,7 +395,7 @@ impl Place {
                 None => break body.trailers().await.map_err(|error| self.error(error)),
             }
         };
-        // Whoever reads the end finds the place free.
+        // Whoever reads the end finds the permit free.
         drop(self);
         lock(inbox).add(|inbox| inbox.end = Some(end));
     }
@@ -408,7 +408,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.state.streams.fetch_sub(1, Ordering::Relaxed);
     }

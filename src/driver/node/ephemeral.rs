@@ -44,7 +44,7 @@ impl Node {
             ));
         }
         let name = self.shared.locks.take(LockKey::Ephemeral(handle.clone()))?;
-        let _place = self.shared.locks.take(LockKey::Place(target.clone()))?;
+        let _place = self.shared.locks.take(LockKey::MountPath(target.clone()))?;
         let is_new = self.shared.store.read(|index| index.ephemeral(handle)).is_none();
         if is_new {
             self.create_ephemeral(&name, request, parameters)?;

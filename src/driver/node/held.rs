@@ -29,7 +29,7 @@ impl Node {
     /// Locks a volume for a node call, and the path where it is mounted.
     pub(super) fn hold_at(&self, volume_id: &str, path: &Path) -> Result<Held> {
         let held = self.hold(volume_id)?;
-        Ok(Held { _place: Some(self.shared.locks.take(LockKey::Place(path.to_owned()))?), ..held })
+        Ok(Held { _place: Some(self.shared.locks.take(LockKey::MountPath(path.to_owned()))?), ..held })
     }
 
     /// Locks a volume for a node call.
@@ -51,7 +51,7 @@ impl Node {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
             locked => locked?,
         };
-        let place = Some(self.shared.locks.take(LockKey::Place(path.to_owned()))?);
+        let place = Some(self.shared.locks.take(LockKey::MountPath(path.to_owned()))?);
         let (state, known) = match self.shared.store.volume_state(&record.id) {
             Err(store::Error::Sys(error)) => {
                 let error = base::report(&error);

@@ -56,7 +56,7 @@ impl Node {
     /// Unmounts a volume from `path` when the pool is dead and no record can be read: what the kernel has mounted decides.
     /// Frees the device once it is mounted nowhere.
     pub(super) fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
-        let _place = self.shared.locks.take(LockKey::Place(path.to_owned()))?;
+        let _place = self.shared.locks.take(LockKey::MountPath(path.to_owned()))?;
         let volumes = self.shared.store.dir().volumes();
         let device = match volume_id.parse::<VolumeId>() {
             Ok(id) => LoopDevice::find(&self.shared.volume_data(&id))?,

@@ -8,8 +8,8 @@ use testkit::{MIB, Rig};
 
 use super::scene::{self, FILES, SIZE, Scene};
 use crate::model::calls::{
-    Access, Call, From, Members, Mode, Name, NameSet, NewName, NewVolume, Node, Place, Ref, Size, Spot, Step,
-    Use,
+    Access, Call, From, Members, Mode, MountPath, Name, NameSet, NewName, NewVolume, Node, Ref, Size, Spot,
+    Step, Use,
 };
 
 /// A raw volume that is not in use.
@@ -61,12 +61,12 @@ fn writer(access: Access) -> Use {
     Use { access, mode: Mode::Writer }
 }
 
-pub fn staging(name: Name) -> Place {
-    Place::Staging(Spot { name, number: 0 })
+pub fn staging(name: Name) -> MountPath {
+    MountPath::Staging(Spot { name, number: 0 })
 }
 
-pub fn target(name: Name) -> Place {
-    Place::Target(Spot { name, number: 0 })
+pub fn target(name: Name) -> MountPath {
+    MountPath::Target(Spot { name, number: 0 })
 }
 
 pub fn stage(name: Name) -> Call {

@@ -13,7 +13,7 @@ use super::cases::{
     FILESYSTEM, FIRST, NAMES, OF_FILES, ORIGIN, OTHER, RAW, publish, snapshot, stage, target, unpublish,
     unstage, volume,
 };
-use crate::model::calls::{Access, Call, From, Name, Place, Ref, Step};
+use crate::model::calls::{Access, Call, From, MountPath, Name, Ref, Step};
 use crate::model::life::{self, Known, Life};
 use crate::model::names::Asked;
 use crate::model::rounds::Event;
@@ -146,7 +146,7 @@ impl Scene {
         self.known.names.volume(&Ref::Last(name))
     }
 
-    pub fn path(&self, place: Place) -> PathBuf {
+    pub fn path(&self, place: MountPath) -> PathBuf {
         self.known.names.path(place).into()
     }
 

@@ -23,10 +23,10 @@ pub const SPOTS: u8 = 3;
 
 impl NameSet {
     /// All places.
-    pub fn places(&self) -> Vec<Place> {
+    pub fn places(&self) -> Vec<MountPath> {
         let names = self.volumes.iter().chain(self.ephemeral).map(|name| Name(*name));
         let spots = names.flat_map(|name| (0..SPOTS).map(move |number| Spot { name, number }));
-        spots.flat_map(|spot| [Place::Staging(spot), Place::Target(spot)]).collect()
+        spots.flat_map(|spot| [MountPath::Staging(spot), MountPath::Target(spot)]).collect()
     }
 }
 
@@ -120,7 +120,7 @@ pub struct Spot {
 
 /// A path in a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
+pub enum MountPath {
     Staging(Spot),
     Target(Spot),
     Empty,
@@ -260,15 +260,15 @@ pub enum Call {
     CreateGroup { name: NewName, volumes: Vec<Ref>, style: Option<&'static str> },
     DeleteGroup { group: Ref, members: Members },
     GetGroup { group: Ref, members: Members },
-    Stage { volume: Ref, at: Place, asked: Use },
-    Unstage { volume: Ref, at: Place },
-    Publish { volume: Ref, staged: Place, at: Place, asked: Use, read_only: bool },
-    Unpublish { volume: Ref, at: Place },
-    PublishEphemeral { handle: Name, at: Place, asked: Use, size: &'static str, read_only: bool },
-    UnpublishEphemeral { handle: Name, at: Place },
-    Stats { volume: Ref, at: Place },
-    NodeHealth { volume: Ref, at: Place },
-    NodeExpand { volume: Ref, at: Place, size: Size, asked: Option<Use> },
+    Stage { volume: Ref, at: MountPath, asked: Use },
+    Unstage { volume: Ref, at: MountPath },
+    Publish { volume: Ref, staged: MountPath, at: MountPath, asked: Use, read_only: bool },
+    Unpublish { volume: Ref, at: MountPath },
+    PublishEphemeral { handle: Name, at: MountPath, asked: Use, size: &'static str, read_only: bool },
+    UnpublishEphemeral { handle: Name, at: MountPath },
+    Stats { volume: Ref, at: MountPath },
+    NodeHealth { volume: Ref, at: MountPath },
+    NodeExpand { volume: Ref, at: MountPath, size: Size, asked: Option<Use> },
     Allocated { snapshot: Ref, cut: Cut },
     Delta { base: Ref, target: Ref, cut: Cut },
     Ask(Question),

@@ -10,7 +10,7 @@ use csi_client::Client;
 use deltapath::sys::mount;
 use tonic::Code;
 
-use super::calls::{Call, Name, NameSet, Pages, Place, Step};
+use super::calls::{Call, MountPath, Name, NameSet, Pages, Step};
 use super::names::{Asked, Names};
 use super::rounds::{Event, Listed, explain};
 use super::wire::{Answer, make};
@@ -140,9 +140,9 @@ pub struct Life<'r, 's> {
 
 /// The mounts and files below kubelet's directory.
 struct Seen {
-    mounted: Vec<Place>,
+    mounted: Vec<MountPath>,
     /// Targets that exist although nothing is mounted there, and whether each is a directory.
-    left: BTreeMap<Place, bool>,
+    left: BTreeMap<MountPath, bool>,
 }
 
 /// If one node of several was killed, calls on objects of the others must be answered. Answers from all nodes may lack the
@@ -391,15 +391,15 @@ impl<'r, 's> Life<'r, 's> {
     }
 
     fn seen(&self) -> Seen {
-        let places: BTreeMap<String, Place> =
+        let places: BTreeMap<String, MountPath> =
             self.known.set.places().into_iter().map(|place| (self.known.names.path(place), place)).collect();
         let mounts = mount::mounts().expect("mounts");
         let shown = mounts.iter().filter_map(|mount| places.get(&mount.mount_point.display().to_string()));
-        let mut mounted: Vec<Place> = shown.copied().collect();
+        let mut mounted: Vec<MountPath> = shown.copied().collect();
         mounted.sort();
         let mut left = BTreeMap::new();
         for (path, place) in places {
-            if matches!(place, Place::Target(_))
+            if matches!(place, MountPath::Target(_))
                 && !mounted.contains(&place)
                 && let Ok(meta) = std::fs::symlink_metadata(path)
             {
@@ -452,14 +452,15 @@ impl<'r, 's> Life<'r, 's> {
 impl World {
     /// Checks that exactly the expected mounts exist, and that nothing is left at a target unless a kill explains it.
     fn check_kernel(&mut self, seen: &Seen) -> Result<(), String> {
-        let mut want: Vec<Place> = Vec::new();
+        let mut want: Vec<MountPath> = Vec::new();
         for volume in self.volumes.values() {
             want.extend(volume.staged.iter().filter(|_| volume.is_mounted()).map(|staged| staged.at));
             want.extend(volume.published.iter().map(|published| published.at));
         }
         want.extend(self.ephemeral.values().filter(|volume| volume.there).map(|volume| volume.at));
         want.sort();
-        let shown = |places: &[Place]| places.iter().map(Place::to_string).collect::<Vec<_>>().join(", ");
+        let shown =
+            |places: &[MountPath]| places.iter().map(MountPath::to_string).collect::<Vec<_>>().join(", ");
         if seen.mounted != want {
             return Err(format!("mounted are [{}], want [{}]", shown(&seen.mounted), shown(&want)));
         }

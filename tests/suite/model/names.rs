@@ -9,7 +9,7 @@ use csi_client::{block_capability, mount_capability};
 use proto::VolumeCapability;
 use proto::volume_capability::{AccessMode, access_mode};
 
-use super::calls::{ANOTHER, Access, Call, Mode, Name, NameSet, NewName, Node, Place, Ref, Use};
+use super::calls::{ANOTHER, Access, Call, Mode, MountPath, Name, NameSet, NewName, Node, Ref, Use};
 use super::volumes::kinds;
 use super::wire::Reply;
 use testkit::cluster::key_of;
@@ -69,7 +69,7 @@ impl Names {
     /// Makes the staging directories. There are no ids yet.
     pub fn below(dir: PathBuf, set: NameSet) -> Self {
         let names = Names { dir, ..Names::default() };
-        for place in set.places().into_iter().filter(|place| matches!(place, Place::Staging(_))) {
+        for place in set.places().into_iter().filter(|place| matches!(place, MountPath::Staging(_))) {
             std::fs::create_dir_all(names.path(place)).expect("make a staging directory");
         }
         names
@@ -196,9 +196,9 @@ impl Names {
         Use { access: self.access(asked, volume), ..asked }
     }
 
-    pub fn path(&self, place: Place) -> String {
+    pub fn path(&self, place: MountPath) -> String {
         match place {
-            Place::Empty => String::new(),
+            MountPath::Empty => String::new(),
             place => self.dir.join(place.to_string().replace('/', "-")).display().to_string(),
         }
     }

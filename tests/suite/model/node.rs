@@ -3,7 +3,7 @@
 use deltapath::sys::{CAP_SYS_RESOURCE, has_capability};
 use tonic::Code;
 
-use super::calls::{Access, Name, Place, Size, Use};
+use super::calls::{Access, MountPath, Name, Size, Use};
 use super::names::Kind;
 use super::snapshots::is_blank;
 use super::volumes::{least, range};
@@ -36,27 +36,27 @@ fn find(volume: &Volume, wanted: &'static str, asked: Use) -> Found {
 
 impl World {
     /// Whether something other than volume `id` is mounted at a place.
-    fn is_occupied(&self, at: Place, id: &str) -> bool {
+    fn is_occupied(&self, at: MountPath, id: &str) -> bool {
         self.volumes.iter().any(|(other, volume)| other != id && volume.shows_at(at))
     }
 
     /// The volume of an unpublish or unstage; `None` if it does not exist and the call has nothing to do.
-    fn undone(&mut self, id: &str, at: Place) -> Rule<Option<&mut Volume>> {
-        if !id.is_empty() && at != Place::Empty && !self.volumes.contains_key(id) {
+    fn undone(&mut self, id: &str, at: MountPath) -> Rule<Option<&mut Volume>> {
+        if !id.is_empty() && at != MountPath::Empty && !self.volumes.contains_key(id) {
             return match self.is_occupied(at, id) {
                 true => refused(NOT_FOUND, "there is no such volume, and something is mounted there"),
                 false => Ok(None),
             };
         }
-        if at == Place::Empty {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         self.volume(id).map(Some)
     }
 
-    pub fn stage(&mut self, id: &str, at: Place, asked: Use, answer: &Answer) -> Rule {
+    pub fn stage(&mut self, id: &str, at: MountPath, asked: Use, answer: &Answer) -> Rule {
         check_mode(asked)?;
-        if at == Place::Empty {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         let occupied = self.is_occupied(at, id);
@@ -103,7 +103,7 @@ impl World {
         Ok(())
     }
 
-    pub fn unstage(&mut self, id: &str, at: Place, answer: &Answer) -> Rule {
+    pub fn unstage(&mut self, id: &str, at: MountPath, answer: &Answer) -> Rule {
         let Some(volume) = self.undone(id, at)? else { return done(answer).map(drop) };
         if !volume.published.is_empty() {
             return refused(PRECONDITION, "the volume is published");
@@ -120,17 +120,17 @@ impl World {
     pub fn publish(
         &mut self,
         id: &str,
-        staged: Place,
-        at: Place,
+        staged: MountPath,
+        at: MountPath,
         asked: Use,
         read_only: bool,
         answer: &Answer,
     ) -> Rule {
         check_mode(asked)?;
-        if id.is_empty() || at == Place::Empty {
+        if id.is_empty() || at == MountPath::Empty {
             return refused(INVALID, "the volume id or the target is missing");
         }
-        if staged == Place::Empty {
+        if staged == MountPath::Empty {
             return refused(PRECONDITION, "the staging path is missing");
         }
         let occupied = self.is_occupied(at, id);
@@ -184,7 +184,7 @@ impl World {
         Ok(())
     }
 
-    pub fn unpublish(&mut self, id: &str, at: Place, answer: &Answer) -> Rule {
+    pub fn unpublish(&mut self, id: &str, at: MountPath, answer: &Answer) -> Rule {
         let Some(volume) = self.undone(id, at)? else { return done(answer).map(drop) };
         done(answer)?;
         let was = volume.published_at(at).is_some();
@@ -197,8 +197,8 @@ impl World {
     }
 
     /// How the volume at a place is staged; `None` if that is not known.
-    fn place(volume: &Volume, at: Place) -> Rule<Option<&Staged>> {
-        if at == Place::Empty {
+    fn place(volume: &Volume, at: MountPath) -> Rule<Option<&Staged>> {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         match &volume.staged {
@@ -219,8 +219,8 @@ impl World {
         }
     }
 
-    pub fn stats(&mut self, id: &str, at: Place, answer: &Answer, alone: bool) -> Rule {
-        if at == Place::Empty {
+    pub fn stats(&mut self, id: &str, at: MountPath, answer: &Answer, alone: bool) -> Rule {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         let volume = self.volume(id)?;
@@ -244,14 +244,14 @@ impl World {
     pub fn node_expand(
         &mut self,
         id: &str,
-        at: Place,
+        at: MountPath,
         size: Size,
         asked: Option<Use>,
         answer: &Answer,
     ) -> Rule {
         let (required, limit) = range(size)?;
         asked.map_or(Ok(()), check_mode)?;
-        if at == Place::Empty {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         let volume = self.volume(id)?;
@@ -291,7 +291,7 @@ impl World {
     pub fn publish_ephemeral(
         &mut self,
         handle: Name,
-        at: Place,
+        at: MountPath,
         asked: Use,
         size: &str,
         read_only: bool,
@@ -303,7 +303,7 @@ impl World {
             "16Mi" => 16 * MIB,
             other => return refused(INVALID, format!("size cannot be {other}")),
         };
-        if at == Place::Empty {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         if matches!(asked.access, Access::Block | Access::AsMade) {
@@ -343,8 +343,8 @@ impl World {
         Ok(())
     }
 
-    pub fn unpublish_ephemeral(&mut self, handle: Name, at: Place, answer: &Answer) -> Rule {
-        if at == Place::Empty {
+    pub fn unpublish_ephemeral(&mut self, handle: Name, at: MountPath, answer: &Answer) -> Rule {
+        if at == MountPath::Empty {
             return refused(INVALID, "the path is missing");
         }
         let occupied = self.ephemeral.values().any(|other| other.there && other.at == at);
@@ -364,7 +364,7 @@ impl World {
 
 impl Volume {
     /// Whether the volume is mounted at a place.
-    pub fn shows_at(&self, at: Place) -> bool {
+    pub fn shows_at(&self, at: MountPath) -> bool {
         let staged = self.staged.as_ref().is_some_and(|staged| staged.at == at) && self.is_mounted();
         staged || self.published_at(at).is_some()
     }

@@ -3,7 +3,7 @@
 
 use tonic::Code;
 
-use super::calls::{Call, Place};
+use super::calls::{Call, MountPath};
 use super::names::{Asked, Kind};
 use super::wire::{Answer, Reply};
 use super::world::{Bytes, Ephemeral, World};
@@ -230,7 +230,7 @@ fn halves(world: &World, asked: &Asked) -> Vec<World> {
         Call::Publish { volume, at, .. } => {
             let mut next = world.clone();
             if let Some(volume) = next.volumes.get_mut(&names.volume(volume))
-                && *at != Place::Empty
+                && *at != MountPath::Empty
                 && volume.published_at(*at).is_none()
             {
                 volume.haunted.insert(*at);

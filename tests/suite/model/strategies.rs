@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use proptest::strategy::Union;
 
 use super::calls::{
-    Access, Call, Cut, From, Members, Mode, Name, NameSet, NewName, NewVolume, Node, Offset, Pages, Place,
-    Question, Ref, SPOTS, Size, Spot, Step, Use,
+    Access, Call, Cut, From, Members, Mode, MountPath, Name, NameSet, NewName, NewVolume, Node, Offset,
+    Pages, Question, Ref, SPOTS, Size, Spot, Step, Use,
 };
 use super::life::{CLIENTS, NAMES};
 
@@ -135,7 +135,7 @@ fn new_volume(of: NameSet) -> SBoxedStrategy<Call> {
 }
 
 /// A volume, a staging path and a target, which usually belong to the volume.
-fn placed(of: NameSet) -> impl Strategy<Value = (Ref, Place, Place)> {
+fn placed(of: NameSet) -> impl Strategy<Value = (Ref, MountPath, MountPath)> {
     let number = || one(&[(8, 0u8), (2, 1), (1, SPOTS - 1)]);
     let owner = prop_oneof![20 => Just(None), 1 => name(of.volumes).prop_map(Some)];
     let empty = one(&[(30, (false, false)), (1, (true, false)), (1, (false, true))]);
@@ -146,15 +146,15 @@ fn placed(of: NameSet) -> impl Strategy<Value = (Ref, Place, Place)> {
                 _ => Name(of.volumes[0]),
             };
             let spot = |number| Spot { name: owner.unwrap_or(own), number };
-            let staging = if empty.0 { Place::Empty } else { Place::Staging(spot(one)) };
-            let target = if empty.1 { Place::Empty } else { Place::Target(spot(two)) };
+            let staging = if empty.0 { MountPath::Empty } else { MountPath::Staging(spot(one)) };
+            let target = if empty.1 { MountPath::Empty } else { MountPath::Target(spot(two)) };
             (volume, staging, target)
         },
     )
 }
 
 /// A volume and one of its places.
-fn at(of: NameSet) -> impl Strategy<Value = (Ref, Place)> {
+fn at(of: NameSet) -> impl Strategy<Value = (Ref, MountPath)> {
     (placed(of), one(&[(1, true), (1, false)]))
         .prop_map(|((volume, staging, target), first)| (volume, if first { staging } else { target }))
 }
@@ -245,8 +245,8 @@ fn node(of: NameSet) -> SBoxedStrategy<Call> {
     let ephemeral = || {
         (name(of.ephemeral), one(&[(6, 0u8), (1, 1)]), one(&[(12, false), (1, true)])).prop_map(
             |(handle, number, empty)| match empty {
-                true => (handle, Place::Empty),
-                false => (handle, Place::Target(Spot { name: handle, number })),
+                true => (handle, MountPath::Empty),
+                false => (handle, MountPath::Target(Spot { name: handle, number })),
             },
         )
     };
@@ -318,11 +318,11 @@ fn apart(mut call: Call) -> Call {
     call
 }
 
-fn own(volume: &Ref, place: &mut Place) {
+fn own(volume: &Ref, place: &mut MountPath) {
     let (Ref::Last(name) | Ref::Former(name)) = volume else { return };
     match place {
-        Place::Staging(spot) | Place::Target(spot) => spot.name = *name,
-        Place::Empty => {}
+        MountPath::Staging(spot) | MountPath::Target(spot) => spot.name = *name,
+        MountPath::Empty => {}
     }
 }
 
@@ -406,7 +406,7 @@ enum Before {
 /// The first steps of a volume's life, `far` of them.
 fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, before: Before, far: usize) -> Vec<Step> {
     let spot = Spot { name, number: 0 };
-    let (volume, staged, at) = (Ref::Last(name), Place::Staging(spot), Place::Target(spot));
+    let (volume, staged, at) = (Ref::Last(name), MountPath::Staging(spot), MountPath::Target(spot));
     let asked = Use { access: Access::AsMade, mode };
     let new = NewVolume::plain(name, access, 8 * MIB, From::Nothing);
     let before = match before {

@@ -5,7 +5,7 @@ use std::error::Error;
 use csi_client::{BlockList, Client, from_snapshot, from_volume};
 use tonic::{Code, Status};
 
-use super::calls::{ANOTHER, Call, From, Members, NewVolume, Pages, Place, Question, Size, Use};
+use super::calls::{ANOTHER, Call, From, Members, MountPath, NewVolume, Pages, Question, Size, Use};
 use super::names::{Asked, Names, capability};
 
 /// The content of an `OK` answer.
@@ -344,8 +344,8 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             let mut request =
                 proto::NodeGetVolumeHealthRequest { volume_id: names.volume(volume), ..Default::default() };
             match at {
-                Place::Staging(_) => request.staging_target_path = names.path(*at),
-                Place::Target(_) | Place::Empty => request.volume_publish_path = names.path(*at),
+                MountPath::Staging(_) => request.staging_target_path = names.path(*at),
+                MountPath::Target(_) | MountPath::Empty => request.volume_publish_path = names.path(*at),
             }
             Ok(Reply::Health(client.node.node_get_volume_health(request).await?.into_inner().volume_health))
         }

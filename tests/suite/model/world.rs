@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tonic::Code;
 
-use super::calls::{Access, Call, Mode, Name, Place, Question, Use};
+use super::calls::{Access, Call, Mode, MountPath, Name, Question, Use};
 use super::names::{Asked, Kind};
 use super::wire::{Answer, Reply};
 use testkit::cluster::key_of;
@@ -74,14 +74,14 @@ pub struct Attached {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Staged {
-    pub at: Place,
+    pub at: MountPath,
     pub kind: Kind,
     pub read_only: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Published {
-    pub at: Place,
+    pub at: MountPath,
     pub read_only: bool,
     pub shared: bool,
 }
@@ -100,7 +100,7 @@ pub struct Volume {
     pub staged: Option<Staged>,
     pub published: Vec<Published>,
     /// Places that a failed or interrupted call may have recorded.
-    pub haunted: BTreeSet<Place>,
+    pub haunted: BTreeSet<MountPath>,
     /// Whether the device is known to be as large as the volume.
     pub grown: bool,
     /// Its size when its filesystem was mounted.
@@ -126,7 +126,7 @@ impl Volume {
         self.is_mounted() || !self.published.is_empty()
     }
 
-    pub fn published_at(&self, at: Place) -> Option<&Published> {
+    pub fn published_at(&self, at: MountPath) -> Option<&Published> {
         self.published.iter().find(|published| published.at == at)
     }
 }
@@ -157,7 +157,7 @@ pub struct Group {
 pub struct Ephemeral {
     pub capacity: u64,
     pub kind: Kind,
-    pub at: Place,
+    pub at: MountPath,
     pub read_only: bool,
     /// Whether it is mounted. A kill may have come before that.
     pub there: bool,
@@ -177,9 +177,9 @@ pub struct World {
     pub groups: BTreeMap<String, Group>,
     pub ephemeral: BTreeMap<Name, Ephemeral>,
     /// Targets at which a kill may have left a file or directory.
-    pub litter: BTreeSet<Place>,
+    pub litter: BTreeSet<MountPath>,
     /// For targets where something is left, whether it is a directory.
-    pub left: BTreeMap<Place, bool>,
+    pub left: BTreeMap<MountPath, bool>,
     /// Names of snapshots and groups, each with the key of a node: a call for it ended with ABORTED, so a router may keep the
     /// name for this node.
     pub kept_names: BTreeSet<(String, String)>,

@@ -8,7 +8,7 @@
 mod deltas;
 mod differential;
 mod driver;
-mod place;
+mod page_token;
 mod refusal;
 mod request;
 mod server;

@@ -194,7 +194,7 @@ impl Gateway {
             record: Record::new(if delta { "GetMetadataDelta" } else { "GetMetadataAllocated" }),
             deadline: deadline(&head.headers),
             on_connection: head.extensions.get::<Calls>().map(Calls::open),
-            place: None,
+            permit: None,
         };
         // The head may be long, and the call too.
         drop(head);
@@ -230,7 +230,7 @@ impl Gateway {
         // 2. Who calls.
         let caller = self.reviews.caller(&question.token, &self.audience()?).await?;
         call.record.by(caller.name());
-        call.place = Some(self.streams.enter(caller.name())?);
+        call.permit = Some(self.streams.enter(caller.name())?);
         if let Some(on_connection) = &call.on_connection {
             on_connection.known(caller.name());
         }

@@ -22,7 +22,7 @@ mod node;
 mod nodes;
 mod pages;
 mod passthrough;
-mod place;
+mod placement;
 mod record;
 mod server;
 mod service;

@@ -19,7 +19,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
 use crate::node::{Link, Node};
-use crate::place::{self, Candidate};
+use crate::placement::{self, Candidate};
 use trouble::Trouble;
 
 /// How often a node is asked who it is and what room it has.
@@ -141,14 +141,14 @@ impl Drop for AbortOnDrop {
     }
 }
 
-/// Where the objects of a key are.
-pub enum Place {
-    /// On this node, which answers.
-    Here(Arc<Node>),
+/// What is known of the node whose data directory has a key.
+pub enum Lookup {
+    /// It answers.
+    Found(Arc<Node>),
     /// An operator has said that the node is gone for good.
     Forgotten,
-    /// On a node that does not answer now, or that nobody knows.
-    Away(Status),
+    /// It does not answer now, or is not known.
+    Unavailable(Status),
 }
 
 impl Nodes {
@@ -386,7 +386,7 @@ impl Nodes {
     pub fn taken_id(&self, requirement: Option<&proto::TopologyRequirement>) -> Option<String> {
         self.table().by_address.values().find_map(|entry| match (&entry.state, &entry.trouble) {
             (State::Up(node, _), Some(trouble @ Trouble::TakenId(_)))
-                if place::is_allowed(&node.topology, requirement) =>
+                if placement::is_allowed(&node.topology, requirement) =>
             {
                 Some(trouble.why().to_owned())
             }
@@ -425,17 +425,17 @@ impl Nodes {
         away
     }
 
-    /// Where the objects of this key are.
-    pub fn place(&self, key: DataDirKey) -> Place {
+    /// The node whose data directory has this key.
+    pub fn lookup(&self, key: DataDirKey) -> Lookup {
         let table = self.table();
         if table.forgotten.contains(&key) {
-            return Place::Forgotten;
+            return Lookup::Forgotten;
         }
         let (mut away, mut refused) = (None, None);
         for (address, entry) in &table.by_address {
             match (&entry.state, &entry.trouble) {
                 (State::Up(node, _), None | Some(Trouble::TakenId(_))) if node.key == key => {
-                    return Place::Here(node.clone());
+                    return Lookup::Found(node.clone());
                 }
                 (State::Up(node, _), Some(trouble)) if node.key == key => {
                     refused = Some(Status::failed_precondition(format!(
@@ -457,7 +457,7 @@ impl Nodes {
             let departed = table.departed.get(&key)?;
             Some(departed.unavailable("its address is no longer in the list of nodes"))
         };
-        Place::Away(refused.or(away).or_else(departed).unwrap_or_else(|| {
+        Lookup::Unavailable(refused.or(away).or_else(departed).unwrap_or_else(|| {
             Status::unavailable(format!(
                 "no node with the data directory {key} has answered: try again when it is back, or, if it is gone for \
                  good, run deltapath-router forget {key}"

@@ -73,13 +73,13 @@ async fn answer(router: Arc<Router>, request: Request<Body>) -> Response<Body> {
     let mut record = Record::new(method.name());
     if method.is_stream() {
         let opened = async {
-            let place = router.streams.enter("")?;
+            let permit = router.streams.enter("")?;
             let message = read(body).await?;
-            Ok((place, router.open(method, message, deadline, &mut record).await?))
+            Ok((permit, router.open(method, message, deadline, &mut record).await?))
         };
         return match within(deadline, opened).await {
-            Ok((place, answer)) => {
-                let call = Call { record, deadline, on_connection: None, place: Some(place) };
+            Ok((permit, answer)) => {
+                let call = Call { record, deadline, on_connection: None, permit: Some(permit) };
                 router.streams.pass_on(answer, call)
             }
             Err(status) => {

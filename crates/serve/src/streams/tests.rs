@@ -109,7 +109,7 @@ async fn relayed(answer: Vec<u8>) -> (Vec<u8>, Status) {
         Err(error) => return (Vec::new(), Nothing.lost(&error)),
     };
     let streams = Streams::new(1, 1, "open");
-    let call = Call { record: Nothing, deadline: None, on_connection: None, place: None };
+    let call = Call { record: Nothing, deadline: None, on_connection: None, permit: None };
     let (head, mut body) = streams.pass_on(answer, call).into_parts();
     if let Some(status) = Status::from_header_map(&head.headers) {
         return (Vec::new(), status);

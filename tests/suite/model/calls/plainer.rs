@@ -1,6 +1,6 @@
 //! For shrinking: simpler steps that may replace a step.
 
-use super::{Access, Call, Cut, From, Members, Mode, NewVolume, Pages, Place, Size, Step, Use};
+use super::{Access, Call, Cut, From, Members, Mode, MountPath, NewVolume, Pages, Size, Step, Use};
 
 const PLAIN: Use = Use { access: Access::AsMade, mode: Mode::Writer };
 const BLOCK: Use = Use { access: Access::Block, mode: Mode::Writer };
@@ -107,9 +107,9 @@ impl Call {
     }
 }
 
-fn first(place: &mut Place) {
+fn first(place: &mut MountPath) {
     match place {
-        Place::Staging(spot) | Place::Target(spot) => spot.number = 0,
-        Place::Empty => {}
+        MountPath::Staging(spot) | MountPath::Target(spot) => spot.number = 0,
+        MountPath::Empty => {}
     }
 }

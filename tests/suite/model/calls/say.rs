@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Debug, Display};
 
-use super::{Call, Name, Place, Spot};
+use super::{Call, MountPath, Name, Spot};
 
 impl Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -16,12 +16,12 @@ impl Debug for Name {
     }
 }
 
-impl Display for Place {
+impl Display for MountPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Staging(Spot { name, number }) => write!(f, "{name}/staging-{number}"),
-            Place::Target(Spot { name, number }) => write!(f, "{name}/target-{number}"),
-            Place::Empty => write!(f, "\"\""),
+            MountPath::Staging(Spot { name, number }) => write!(f, "{name}/staging-{number}"),
+            MountPath::Target(Spot { name, number }) => write!(f, "{name}/target-{number}"),
+            MountPath::Empty => write!(f, "\"\""),
         }
     }
 }

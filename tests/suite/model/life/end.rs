@@ -9,7 +9,7 @@ use deltapath::sys::blockdev;
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::sweep::devices_below;
 
-use super::{BLOCK, Call, Duration, Instant, LETTING_GO, Life, MARK, Name, Path, Place, World, blocks};
+use super::{BLOCK, Call, Duration, Instant, LETTING_GO, Life, MARK, MountPath, Name, Path, World, blocks};
 use crate::model::calls::{Access, Cut, From, Members, NewVolume, Node, Ref};
 use crate::model::world::{Bytes, Snapshot, Volume};
 use testkit::content::{Content, block_bytes};
@@ -97,7 +97,7 @@ impl Life<'_, '_> {
         self.narrow(|world| {
             for (id, volume) in &world.volumes {
                 let data = data(id);
-                let shown = |place: &Place| names.path(*place);
+                let shown = |place: &MountPath| names.path(*place);
                 let targets: Vec<String> = volume.published.iter().map(|there| shown(&there.at)).collect();
                 let staged = volume.staged.as_ref().map(|staged| shown(&staged.at));
                 check_bytes(volume, &data, targets.first(), staged.as_ref())
@@ -133,13 +133,13 @@ impl Life<'_, '_> {
                 return Err(format!("volume {} is not the last of its name", volume.name));
             }
             let haunted = volume.haunted.iter().copied();
-            let places: Vec<Place> =
+            let places: Vec<MountPath> =
                 haunted.chain(volume.published.iter().map(|published| published.at)).collect();
-            for at in places.iter().copied().filter(|at| matches!(at, Place::Target(_))) {
+            for at in places.iter().copied().filter(|at| matches!(at, MountPath::Target(_))) {
                 self.check(Call::Unpublish { volume: of, at }).await?;
             }
             let staged = volume.staged.iter().map(|staged| staged.at);
-            for at in places.iter().copied().chain(staged).filter(|at| matches!(at, Place::Staging(_))) {
+            for at in places.iter().copied().chain(staged).filter(|at| matches!(at, MountPath::Staging(_))) {
                 self.check(Call::Unstage { volume: of, at }).await?;
             }
             if attach {

@@ -34,7 +34,7 @@ use super::resource::{
     self, COMPLETED, CONTINUE, Delta, Entry, FAILED, GROUP, KIND, PLURAL, SecretRef, State as Answer, VERSION,
 };
 use super::wire;
-use crate::place::Place;
+use crate::page_token::PageToken;
 use crate::refusal::Refusal;
 use crate::server::{ClientCertificates, METRICS};
 
@@ -370,7 +370,7 @@ fn checked(page: wire::Response, limit: u32) -> Result<(wire::Response, Option<u
     }
     match page.next_token.as_str() {
         "" => Ok((page, None)),
-        text => match Place::parse(text) {
+        text => match PageToken::parse(text) {
             Some(place) => Ok((page, Some(place.number()))),
             None => {
                 Err(format!("the nextToken of cbt-http does not begin with the index of a block: {text:?}"))

@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status, async_trait};
 
 use super::token::Tokens;
 use crate::driver::{Blocks, Driver, Tuple, Tuples};
-use crate::place::Place;
+use crate::page_token::PageToken;
 
 /// Blocks in a page at most, also where the client sets no restriction: a message has to fit.
 pub const MAX_ENTRIES: u32 = 4096;
@@ -66,7 +66,7 @@ impl Question {
             "" => 0,
             text => {
                 // The CSI spec's code for such a token in its lists.
-                let place = Place::parse(text).ok_or_else(|| {
+                let place = PageToken::parse(text).ok_or_else(|| {
                     Status::aborted(format!(
                         "starting_token must be the next_token of a page or the index of a block, got {text:?}"
                     ))
@@ -130,7 +130,7 @@ impl Lists {
         Ok(ListSnapshotDeltasResponse {
             volume_size_bytes: tuples.capacity().unwrap_or(0),
             next_token: page.next.map_or_else(String::new, |index| {
-                Place::next(index, question.base.as_deref(), &question.target)
+                PageToken::next(index, question.base.as_deref(), &question.target)
             }),
             changed_blocks: changed_blocks.collect(),
         })
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(ask(|r| r.max_entries = i32::MAX).ok(), Some((0, 4096)));
         assert_eq!(ask(|r| r.max_entries = 7).ok(), Some((0, 7)));
         assert_eq!(ask(|r| r.starting_token = "12".into()).ok(), Some((12, 4096)));
-        assert_eq!(ask(|r| r.starting_token = Place::next(12, None, "t")).ok(), Some((12, 4096)));
+        assert_eq!(ask(|r| r.starting_token = PageToken::next(12, None, "t")).ok(), Some((12, 4096)));
         for (change, code, named) in [
             (
                 (|r| r.to_snapshot_id.clear()) as fn(&mut ListSnapshotDeltasRequest),
@@ -198,7 +198,7 @@ mod tests {
             ),
             (|r| r.max_entries = -1, Code::InvalidArgument, "-1"),
             (|r| r.starting_token = "x".into(), Code::Aborted, "\"x\""),
-            (|r| r.starting_token = Place::next(12, Some("b"), "t"), Code::Aborted, "other snapshots"),
+            (|r| r.starting_token = PageToken::next(12, Some("b"), "t"), Code::Aborted, "other snapshots"),
         ] {
             let refused = ask(change).expect_err(named);
             assert_eq!(refused.code(), code, "{named}");

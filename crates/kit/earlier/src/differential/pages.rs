@@ -11,7 +11,7 @@ use proto::differential::{ChangedBlock, DifferentialSnapshotRequest, Differentia
 use tonic::{Code, Request, Response, Status, async_trait};
 
 use crate::driver::{Blocks, Driver, Tuple, Tuples};
-use crate::place::Place;
+use crate::page_token::PageToken;
 
 /// The parameter that says what a base means which the driver no longer knows, and the value for "all data changed".
 const DELETED_BASE: (&str, &str) = ("deletedBase", "all-changed");
@@ -60,7 +60,7 @@ impl Question {
         let from = match start_offset.as_str() {
             "" => 0,
             text => {
-                let place = Place::parse(text).ok_or_else(|| {
+                let place = PageToken::parse(text).ok_or_else(|| {
                     Status::invalid_argument(format!(
                         "StartOffset must be a number of bytes or the NextOffset of a page, got {text:?}"
                     ))
@@ -217,7 +217,7 @@ impl<'q> Page<'q> {
     fn end(self, capacity: Option<u64>) -> DifferentialSnapshotResponse {
         let end = self.blocks.last().map_or(self.question.from, |block| block.offset + block.size);
         let next_offset = match self.has_more {
-            true => Place::next(end, self.question.base.as_deref(), &self.question.target),
+            true => PageToken::next(end, self.question.base.as_deref(), &self.question.target),
             false => String::new(),
         };
         DifferentialSnapshotResponse {

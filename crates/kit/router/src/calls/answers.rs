@@ -10,7 +10,7 @@ use super::decode;
 use super::methods::{Ids, Method, Route};
 use crate::node::Node;
 use crate::pages::{Asked, Page};
-use crate::place;
+use crate::placement;
 
 /// A message whose id is in field 2, as in Volume and Snapshot.
 #[derive(Clone, PartialEq, Eq, Message)]
@@ -80,7 +80,7 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
             let requirement = asked.accessibility_requirements;
             let is_there = |topology: &proto::Topology| {
                 let segments = topology.segments.clone().into_iter().collect();
-                place::is_allowed(&segments, requirement.as_ref())
+                placement::is_allowed(&segments, requirement.as_ref())
             };
             let is_bound = requirement.as_ref().is_some_and(|requirement| !requirement.requisite.is_empty());
             match !is_bound || volume.accessible_topology.iter().any(is_there) {

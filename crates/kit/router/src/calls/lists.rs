@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 use super::{AT_ONCE, Router, Work, answers, decode};
 use crate::node::Node;
 use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
-use crate::place;
+use crate::placement;
 
 impl Router {
     /// A page of what all nodes list. Where a node is away, the others' entries are an answer only if the list `may_lack`
@@ -115,7 +115,7 @@ impl Router {
     pub(super) async fn get_capacity(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         let request: proto::GetCapacityRequest = decode(&work.message)?;
         let nodes = self.nodes.up().into_iter().filter(|node| {
-            request.accessible_topology.as_ref().is_none_or(|asked| place::fits(&node.topology, asked))
+            request.accessible_topology.as_ref().is_none_or(|asked| placement::fits(&node.topology, asked))
         });
         let (path, deadline, message) = (work.method.path, work.deadline, work.message.clone());
         let ask = |node: Arc<Node>| {

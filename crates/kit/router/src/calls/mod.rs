@@ -26,8 +26,8 @@ pub use methods::Method;
 use methods::{Ids, Route, TwoIds};
 
 use crate::node::Node;
-use crate::nodes::{Nodes, Place};
-use crate::place::Making;
+use crate::nodes::{Lookup, Nodes};
+use crate::placement::Making;
 use crate::record::Record;
 
 /// Nodes that are asked at once on behalf of one call.
@@ -174,10 +174,10 @@ impl Router {
     /// The node of an object.
     fn target(&self, id: &str) -> Result<Target, Status> {
         let Some(key) = DataDirKey::of(id) else { return Ok(Target::Any) };
-        match self.nodes.place(key) {
-            Place::Here(node) => Ok(Target::Node(node)),
-            Place::Forgotten => Ok(Target::Forgotten),
-            Place::Away(status) => Err(status),
+        match self.nodes.lookup(key) {
+            Lookup::Found(node) => Ok(Target::Node(node)),
+            Lookup::Forgotten => Ok(Target::Forgotten),
+            Lookup::Unavailable(status) => Err(status),
         }
     }
 

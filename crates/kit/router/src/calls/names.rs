@@ -12,7 +12,7 @@ use tonic::{Code, Request, Status};
 
 use super::{AT_ONCE, Router, answers};
 use crate::node::{Node, within};
-use crate::place;
+use crate::placement;
 
 /// Holds a name while an object of it is made.
 pub(super) struct HeldName<'r> {
@@ -46,7 +46,7 @@ impl Router {
         deadline: Option<Instant>,
     ) -> Result<(DataDirKey, Arc<Node>), Status> {
         let mut last = Status::unavailable("no node answers: see the router's log");
-        for arbiter in place::arbiters(&request.name, nodes.iter().map(|node| node.key).collect()) {
+        for arbiter in placement::arbiters(&request.name, nodes.iter().map(|node| node.key).collect()) {
             let Some(node) = nodes.iter().find(|node| node.key == arbiter) else { continue };
             let request = ChooseRequest { proposed_key: best.to_string(), ..request.clone() };
             let kind = request.kind();

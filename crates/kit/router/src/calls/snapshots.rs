@@ -10,7 +10,7 @@ use tonic::Status;
 use super::names::is_answered;
 use super::{Router, Target, Work, decode, forgotten};
 use crate::node::Node;
-use crate::nodes::Place;
+use crate::nodes::Lookup;
 
 impl Router {
     pub(super) async fn create_snapshot(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
@@ -31,8 +31,8 @@ impl Router {
         by_node.dedup_by_key(|(key, _)| *key);
         if let [(one, first), (_, second), ..] = by_node[..] {
             return Err(
-                match (self.nodes.place(one), DataDirKey::of(second).map(|two| self.nodes.place(two))) {
-                    (Place::Here(one), Some(Place::Here(two))) => Status::failed_precondition(format!(
+                match (self.nodes.lookup(one), DataDirKey::of(second).map(|two| self.nodes.lookup(two))) {
+                    (Lookup::Found(one), Some(Lookup::Found(two))) => Status::failed_precondition(format!(
                         "volume {first} is on node {} and volume {second} on node {}: the volumes of a group snapshot must \
                      be on one node",
                         one.name, two.name
@@ -96,12 +96,12 @@ impl Router {
             )));
         }
         if chosen != node.key && found.is_empty() {
-            let place = match self.nodes.place(chosen) {
-                Place::Here(other) => other.name.clone(),
-                Place::Away(_) | Place::Forgotten => chosen.to_string(),
+            let node = match self.nodes.lookup(chosen) {
+                Lookup::Found(other) => other.name.clone(),
+                Lookup::Unavailable(_) | Lookup::Forgotten => chosen.to_string(),
             };
             return Err(Status::aborted(format!(
-                "another call may still make {name:?} on node {place}: try again, or use another name"
+                "another call may still make {name:?} on node {node}: try again, or use another name"
             )));
         }
         work.ask(node).await

@@ -14,8 +14,8 @@ use tonic::{Code, Status};
 use super::names::is_answered;
 use super::{Router, Target, Work, answers, decode, forgotten};
 use crate::node::Node;
-use crate::nodes::Place;
-use crate::place;
+use crate::nodes::Lookup;
+use crate::placement;
 
 /// How long a volume that a node was asked for, without an answer, is waited for after the last try.
 const WAITED_FOR: Duration = Duration::from_secs(600);
@@ -58,7 +58,7 @@ impl Router {
             None => None,
         });
         work.source = source.and_then(|source| Some((DataDirKey::of(source)?, source.clone())));
-        let is_forgotten = |key: DataDirKey| matches!(self.nodes.place(key), Place::Forgotten);
+        let is_forgotten = |key: DataDirKey| matches!(self.nodes.lookup(key), Lookup::Forgotten);
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
         let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await;
         work.is_any_silent |= !are_all;
@@ -67,12 +67,12 @@ impl Router {
             // Half a copy, of what will never be read, or where nobody wants it any more.
             [(node, found)]
                 if found.in_progress
-                    && (source_is_forgotten || !place::is_allowed(&node.topology, requirement)) =>
+                    && (source_is_forgotten || !placement::is_allowed(&node.topology, requirement)) =>
             {
                 self.delete_on(node, &found.id, work.deadline).await?;
                 self.unanswered().remove(name);
             }
-            [(node, found)] if !place::is_allowed(&node.topology, requirement) => {
+            [(node, found)] if !placement::is_allowed(&node.topology, requirement) => {
                 return Err(Status::already_exists(format!(
                     "volume {name:?} already exists as {} on node {}, which the requisite topologies leave out: use \
                      another name, or delete it",
@@ -91,18 +91,18 @@ impl Router {
             }
         }
         if let Some(key) = self.waits_for(name) {
-            match self.nodes.place(key) {
-                Place::Here(node) if place::is_allowed(&node.topology, requirement) => {
+            match self.nodes.lookup(key) {
+                Lookup::Found(node) if placement::is_allowed(&node.topology, requirement) => {
                     return self.create_on(&node, name, work).await;
                 }
-                Place::Away(status) => return Err(status),
-                Place::Here(_) | Place::Forgotten => {}
+                Lookup::Unavailable(status) => return Err(status),
+                Lookup::Found(_) | Lookup::Forgotten => {}
             }
         }
         if let Some((_, source)) = work.source.clone() {
             match self.target(&source)? {
                 Target::Forgotten => return Err(forgotten(&source)),
-                Target::Node(node) if place::is_allowed(&node.topology, requirement) => {
+                Target::Node(node) if placement::is_allowed(&node.topology, requirement) => {
                     return self.create_on(&node, name, work).await;
                 }
                 Target::Node(_) | Target::Any => {}
@@ -159,10 +159,10 @@ impl Router {
         source: &str,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
-        let away = match self.nodes.place(key) {
-            Place::Here(from) => Ok(from),
-            Place::Away(status) => Err(status),
-            Place::Forgotten => Err(forgotten(source)),
+        let away = match self.nodes.lookup(key) {
+            Lookup::Found(from) => Ok(from),
+            Lookup::Unavailable(status) => Err(status),
+            Lookup::Forgotten => Err(forgotten(source)),
         };
         let from = match away {
             Ok(from) => from,
@@ -206,9 +206,9 @@ impl Router {
         // Counted before anything is waited for, so that calls at once see each other.
         let (allowed, making) = self.making.order(candidates, requirement, u64::try_from(bytes).unwrap_or(0));
         let away = self.nodes.away();
-        let may_be_away = away
-            .iter()
-            .any(|(_, node)| node.as_ref().is_none_or(|node| place::is_allowed(&node.topology, requirement)));
+        let may_be_away = away.iter().any(|(_, node)| {
+            node.as_ref().is_none_or(|node| placement::is_allowed(&node.topology, requirement))
+        });
         let mut excluded = Vec::new();
         let mut full = None;
         loop {
@@ -242,9 +242,9 @@ impl Router {
                     answer => return answer,
                 },
                 // Chosen by an earlier call, whose volume may be there.
-                None => match self.nodes.place(chosen) {
-                    Place::Away(status) => return Err(status),
-                    Place::Here(_) | Place::Forgotten => {}
+                None => match self.nodes.lookup(chosen) {
+                    Lookup::Unavailable(status) => return Err(status),
+                    Lookup::Found(_) | Lookup::Forgotten => {}
                 },
                 Some(_) => {}
             }

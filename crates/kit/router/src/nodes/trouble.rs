@@ -7,7 +7,7 @@ use base::DataDirKey;
 
 use super::{Entry, State, Table};
 use crate::node::Node;
-use crate::place::Candidate;
+use crate::placement::Candidate;
 
 /// Why a node that answers is not used as others are.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! Places of connections on a port that anyone may reach. Every newcomer is let in; where that makes too many, the connection that has
+//! Slots of connections on a port that anyone may reach. Every newcomer is let in; where that makes too many, the connection that has
 //! been idle for longest goes, first of those whose client is not known. So strangers keep nobody out, and a client that has shown who
 //! it is loses an idle connection only to others who have.
 
@@ -43,9 +43,9 @@ pub struct Bounds {
     pub each: usize,
 }
 
-/// All places of a port.
+/// All slots of a port.
 #[derive(Debug)]
-pub struct Places {
+pub struct Slots {
     bounds: Bounds,
     taken: Mutex<Taken>,
 }
@@ -66,25 +66,25 @@ struct Seat {
     at: Mutex<(Stage, u64, String)>,
 }
 
-/// The place of one connection, until it is dropped.
+/// The slot of one connection, until it is dropped.
 #[derive(Debug)]
-pub struct Place {
-    places: Arc<Places>,
+pub struct Slot {
+    slots: Arc<Slots>,
     seat: Arc<Seat>,
 }
 
-impl Places {
+impl Slots {
     /// None is taken yet.
     pub fn new(bounds: Bounds) -> Arc<Self> {
-        Arc::new(Places { bounds, taken: Mutex::default() })
+        Arc::new(Slots { bounds, taken: Mutex::default() })
     }
 
-    /// A place for a newcomer.
-    pub fn enter(self: &Arc<Self>) -> Place {
+    /// A slot for a newcomer.
+    pub fn enter(self: &Arc<Self>) -> Slot {
         let at = Mutex::new((Stage::Open, 0, String::new()));
         let seat = Arc::new(Seat { close: CancellationToken::new(), open: AtomicUsize::new(0), at });
         self.lock().seat(&seat, Stage::Open, None, &self.bounds);
-        Place { places: self.clone(), seat }
+        Slot { slots: self.clone(), seat }
     }
 
     fn lock(&self) -> MutexGuard<'_, Taken> {
@@ -138,7 +138,7 @@ impl Seat {
     }
 }
 
-impl Place {
+impl Slot {
     /// Ends when the connection is to be closed.
     pub fn closed(&self) -> WaitForCancellationFutureOwned {
         self.seat.close.clone().cancelled_owned()
@@ -185,16 +185,16 @@ impl Place {
 
     fn move_to(&self, stage: Stage, client: Option<&str>) {
         // One that is closed has left already.
-        let mut taken = self.places.lock();
+        let mut taken = self.slots.lock();
         if !self.seat.close.is_cancelled() {
-            taken.seat(&self.seat, stage, client, &self.places.bounds);
+            taken.seat(&self.seat, stage, client, &self.slots.bounds);
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for Slot {
     fn drop(&mut self) {
-        let mut taken = self.places.lock();
+        let mut taken = self.slots.lock();
         let at = lock(&self.seat.at);
         taken.stages[at.0 as usize].remove(&at.1);
     }
@@ -206,46 +206,46 @@ mod tests {
 
     #[test]
     fn the_oldest_idle_stranger_goes_first_and_a_known_client_only_for_another() {
-        let places = Places::new(Bounds { stages: [2, 2, 3], each: 2 });
-        let closed = |place: &Place| place.seat.close.is_cancelled();
+        let slots = Slots::new(Bounds { stages: [2, 2, 3], each: 2 });
+        let closed = |slot: &Slot| slot.seat.close.is_cancelled();
         // Half-done handshakes.
-        let silent: Vec<_> = (0..3).map(|_| places.enter()).collect();
+        let silent: Vec<_> = (0..3).map(|_| slots.enter()).collect();
         assert_eq!(silent.iter().map(closed).collect::<Vec<_>>(), [true, false, false]);
         drop(silent);
         // Strangers, of which the first has a call under way.
-        let strangers: Vec<_> = (0..3).map(|_| places.enter()).inspect(Place::greeted).collect();
+        let strangers: Vec<_> = (0..3).map(|_| slots.enter()).inspect(Slot::greeted).collect();
         assert_eq!(strangers.iter().map(closed).collect::<Vec<_>>(), [true, false, false]);
         strangers[1].begin();
-        let another = places.enter();
+        let another = slots.enter();
         another.greeted();
         assert_eq!(strangers.iter().map(closed).collect::<Vec<_>>(), [true, false, true]);
         another.begin();
-        let third = places.enter();
+        let third = slots.enter();
         third.greeted();
         assert!(closed(&third) && !closed(&another) && !closed(&strangers[1]), "the idle one goes first");
-        // They are known, and their places are free for strangers.
+        // They are known, and their slots are free for strangers.
         strangers[1].known("ann");
         another.known("bob");
-        let crowd: Vec<_> = (0..10).map(|_| places.enter()).inspect(Place::greeted).collect();
+        let crowd: Vec<_> = (0..10).map(|_| slots.enter()).inspect(Slot::greeted).collect();
         assert!(!closed(&strangers[1]) && !closed(&another));
         drop(crowd);
         // One client's own idle one goes for its next.
-        let (second, third) = (places.enter(), places.enter());
+        let (second, third) = (slots.enter(), slots.enter());
         second.known("ann");
         strangers[1].end();
         third.known("ann");
         assert!(closed(&second) && !closed(&strangers[1]) && !closed(&third), "what was used last stays");
         // With three, the idle one that was used longest ago goes for another client; where none is idle, the newcomer.
-        let carl = places.enter();
+        let carl = slots.enter();
         carl.begin();
         carl.known("carl");
         assert!(closed(&strangers[1]) && !closed(&another) && !closed(&carl));
         third.begin();
-        let dora = places.enter();
+        let dora = slots.enter();
         dora.begin();
         dora.known("dora");
-        assert!(closed(&dora) && [&another, &third, &carl].into_iter().all(|place| !closed(place)));
+        assert!(closed(&dora) && [&another, &third, &carl].into_iter().all(|slot| !closed(slot)));
         drop((strangers, another, second, third, carl, dora));
-        assert!(places.lock().stages.iter().all(BTreeMap::is_empty));
+        assert!(slots.lock().stages.iter().all(BTreeMap::is_empty));
     }
 }

@@ -3,12 +3,12 @@
 /// A number, which anyone may choose, or what a page said of the next one. That also names base and target in short, so that
 /// it is not taken for a page of two others.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct PageToken {
     number: u64,
     of: Option<u64>,
 }
 
-impl Place {
+impl PageToken {
     /// The text for the page that begins with this number.
     pub fn next(number: u64, base: Option<&str>, target: &str) -> String {
         format!("{number}-{:016x}", short_name(base, target))
@@ -19,11 +19,11 @@ impl Place {
         let number =
             |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?;
         match text.split_once('-') {
-            None => Some(Place { number: number(text)?, of: None }),
+            None => Some(PageToken { number: number(text)?, of: None }),
             Some((digits, of)) => {
                 let is_hex = of.len() == 16 && of.bytes().all(|byte| byte.is_ascii_hexdigit());
                 let of = u64::from_str_radix(of, 16).ok().filter(|_| is_hex)?;
-                Some(Place { number: number(digits)?, of: Some(of) })
+                Some(PageToken { number: number(digits)?, of: Some(of) })
             }
         }
     }
@@ -56,8 +56,8 @@ mod tests {
 
     #[test]
     fn a_place_is_of_one_pair() {
-        let next = Place::next(8192, Some("b"), "t");
-        let place = Place::parse(&next).expect("a place");
+        let next = PageToken::next(8192, Some("b"), "t");
+        let place = PageToken::parse(&next).expect("a place");
         assert_eq!(place.number_in(Some("b"), "t"), Some(8192));
         for (base, target) in [
             (Some("b"), "u"),
@@ -69,7 +69,7 @@ mod tests {
         ] {
             assert_eq!(place.number_in(base, target), None, "{base:?} {target}");
         }
-        let number = Place::parse("18446744073709551615").expect("a number");
+        let number = PageToken::parse("18446744073709551615").expect("a number");
         assert_eq!(number.number_in(None, "t"), Some(u64::MAX));
         for wrong in [
             "18446744073709551616",
@@ -81,7 +81,7 @@ mod tests {
             "8192-xyzxyzxyzxyzxyzx",
             "a-0123456789abcdef",
         ] {
-            assert_eq!(Place::parse(wrong), None, "{wrong:?}");
+            assert_eq!(PageToken::parse(wrong), None, "{wrong:?}");
         }
     }
 }
