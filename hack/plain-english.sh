@@ -2,15 +2,18 @@
 # How plain the pages are: words a sentence on average, words of the longest sentence, and phrases that CONTRIBUTING.md rules
 # out. The average is that of prose; the other two are those of table cells too. Headings and code do not count.
 #
-#   plain-english.sh [--long]
+#   plain-english.sh [--long] [FILE...]
 #
-# A page that misses the rules is an error. --long prints each sentence that does.
+# A page that misses the rules is an error. --long prints each sentence that does. Without files it reads all pages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+mode=
+[ "${1-}" != --long ] || { mode=--long && shift; }
+[ $# -gt 0 ] || set -- README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md docs/*.md deploy/*.md crates/*/README.md crates/*/*/README.md
 measured=$(mktemp)
 trap 'rm -f "$measured"' EXIT
 
-awk -v mode="${1:-}" '
+awk -v mode="$mode" '
     BEGIN {
         split("stands before|by way of|goes|is told|are told|is no|are no|is none|so many times as|is away|are away|made twice|beside|nobody", phrases, "|")
     }
@@ -62,7 +65,7 @@ awk -v mode="${1:-}" '
     /^ *([-*]|[0-9]+\.) / { flush(); sub(/^ *([-*]|[0-9]+\.) /, "") }
     { paragraph = paragraph " " $0 }
     END { finish() }
-' README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md docs/*.md deploy/*.md crates/*/README.md crates/*/*/README.md >"$measured"
+' "$@" >"$measured"
 
 awk '
     NR == 1 { printf "%-50s %7s %7s %7s\n", "page", "average", "longest", "phrases" }

@@ -18,11 +18,11 @@ const SECOND_LOOK: Duration = Duration::from_secs(2);
 /// Audit a data directory: records, files, block maps, loop devices, mounts.
 ///
 /// Every record must be complete, every file and device must belong to an object, and every block map must have correct
-/// checksums. The blocks are not read; `deltapath verify` does that. Runs beside a driver or without one; without one it
+/// checksums. The blocks are not read; `deltapath verify` does that. Works with or without a running driver; without one it
 /// mounts the pool for the time of the check. Needs root.
 ///
-/// A finding is one of: damage (something acknowledged is not as it was written), leftover (left by a crash, not needed),
-/// stranger (not made by this driver, never touched), note (the driver corrects it when it uses the object).
+/// Findings are damage (something acknowledged is not as it was written) and leftovers (left by a crash, not needed). Strangers
+/// were not made by this driver, and are never touched. A note is what the driver corrects when it uses the object.
 ///
 /// Exit codes: 0 nothing but notes; 1 damage, or the check failed; 2 wrong usage; 3 leftovers or strangers, and no
 /// damage; 130 interrupted, after the check has ended and unmounted what it mounted.

@@ -16,7 +16,7 @@ use cbt::Finding;
 
 /// Compare the blocks of snapshots with their hashes, and their block maps with the data.
 ///
-/// Reports damage by snapshot and byte range, and changes nothing. Runs beside a driver or without one; without one it
+/// Reports damage by snapshot and byte range, and changes nothing. Works with or without a running driver; without one it
 /// mounts the pool for the time of the check. Blocks without a hash (not hashed yet, or not tracked) and deleted
 /// snapshots are not compared. Needs root.
 ///

@@ -22,9 +22,19 @@ fn paths(text: &str) -> Vec<&str> {
     let words = text.split(|c: char| !part_of_path(c)).map(|word| word.trim_end_matches(['.', '/']));
     words
         .filter(|word| {
-            ["deploy/", "hack/", "docs/", "tests/", "src/", "benches/"]
-                .iter()
-                .any(|top| word.starts_with(top))
+            [
+                "deploy/",
+                "hack/",
+                "docs/",
+                "tests/",
+                "src/",
+                "benches/",
+                "crates/",
+                "examples/minimal",
+                "proto/",
+            ]
+            .iter()
+            .any(|top| word.starts_with(top))
         })
         .collect()
 }

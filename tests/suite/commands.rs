@@ -66,6 +66,29 @@ const SERVES: &str = "--tls-cert @/router.crt --tls-key @/router.key --kubeconfi
 const ROUTES: &str =
     "--node-endpoints 127.0.0.1:1 --tls-cert @/router.crt --tls-key @/router.key --tls-ca @/router.ca";
 
+/// The pages' rules for sentences hold in help texts too. The list of commands becomes a list of items.
+#[test]
+fn help_texts_are_plain_english() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    for (program, commands) in PROGRAMS {
+        for of in ["", "completions", "man"].iter().chain(commands) {
+            let help = run(&format!("{program} {of} --help"), dir.path());
+            assert!(help.status.success() && !help.stdout.is_empty(), "{program} {of}: {}", said(&help));
+            let lines = String::from_utf8(help.stdout).expect("UTF-8");
+            let is_item = |line: &&str| line.starts_with("  ") && !line.starts_with("    ");
+            let items = lines
+                .lines()
+                .map(|line| if is_item(&line) { line.replacen("  ", "\n- ", 1) } else { line.into() });
+            let page = items.collect::<Vec<_>>().join("\n");
+            std::fs::write(dir.path().join(format!("{program}-{of}.md")), page).expect("write");
+        }
+    }
+    let pages = testkit::names(dir.path()).into_iter().map(|name| dir.path().join(name));
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("hack/plain-english.sh");
+    let output = Command::new(script).arg("--long").args(pages).output().expect("run");
+    assert!(output.status.success(), "{}{}", said(&output), String::from_utf8_lossy(&output.stdout));
+}
+
 /// The one table of docs/reference.md: 2 is for what is wrong in itself, 1 for what the machine lacks.
 #[test_with::root]
 #[test]

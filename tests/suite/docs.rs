@@ -44,6 +44,22 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
     found.filter(begins_with_a_letter).collect()
 }
 
+/// Whoever adds commands to a page says who runs them.
+#[test]
+fn every_page_with_commands_is_in_the_table_of_who_runs_them() {
+    let testing = read("docs/testing.md");
+    let table = section(&testing, "Commands in the pages");
+    let pages = testkit::names(&Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")).into_iter();
+    let pages = pages.filter(|name| name.ends_with(".md")).map(|name| format!("docs/{name}"));
+    for page in pages.chain(["README.md".to_owned(), "CONTRIBUTING.md".to_owned()]) {
+        let has_commands = read(&page).lines().any(|line| line.trim_start().starts_with("```sh"));
+        assert!(
+            !has_commands || table.contains(&format!("`{page}`")),
+            "docs/testing.md does not name {page}"
+        );
+    }
+}
+
 #[test]
 fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     let driver = words(&help("deltapath", "driver"), "--");

@@ -127,13 +127,16 @@ pub fn parse<C: Parser>() -> C {
 /// The value of a flag that is a length of time above zero.
 pub fn age(text: &str) -> Result<Duration, String> {
     let age = base::age::read(text).filter(|age| !age.is_zero());
-    age.ok_or_else(|| "a length of time is a number above 0 and a unit (s, m, h, d), such as 5m".into())
+    age.ok_or_else(|| {
+        "write a whole number above 0 and a unit (s, m, h, d), such as 5m, or seconds, such as 0.5".into()
+    })
 }
 
 /// The value of a flag that is a length of time, or 0.
 pub fn age_or_none(text: &str) -> Result<Duration, String> {
-    base::age::read(text)
-        .ok_or_else(|| "a length of time is a number and a unit (s, m, h, d), such as 5m; or 0".into())
+    base::age::read(text).ok_or_else(|| {
+        "write a whole number and a unit (s, m, h, d), such as 5m, or seconds, such as 0.5, or 0".into()
+    })
 }
 
 /// The value of `--http-endpoint`: `[ADDRESS]:PORT`.

@@ -19,7 +19,7 @@ enum Pages {
     },
     /// Print the man page of the program, or write those of all its commands to a directory.
     Man {
-        /// Directory for the pages, a file for each command, such as /usr/local/share/man/man1. It is made where there is none.
+        /// Directory for the pages, a file for each command, such as /usr/local/share/man/man1. It is made if it does not exist.
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },

@@ -79,7 +79,7 @@ pub(in crate::driver) fn mount(
     mount::mount(&device.path(), target, fs_type, flags, &options.join(",")).map_err(|error| {
         match error.errno() {
             Some(libc::EEXIST) if fs_type == "btrfs" => Error::Precondition(
-                "this kernel does not mount a btrfs beside its clone (Linux 6.7 and later do): unpublish the \
+                "this kernel does not mount a btrfs while its clone is mounted (Linux 6.7 and later do): unpublish the \
                  other one first"
                     .into(),
             ),

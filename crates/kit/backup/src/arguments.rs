@@ -42,9 +42,9 @@ pub enum Command {
     Incremental(Source),
     /// Make an incremental backup where that can be, else a full one, and say why.
     ///
-    /// A full one is made where there is no earlier backup, where that one is damaged or of another size, or where the
-    /// driver has no deltas, has forgotten the base, or says that it is of another volume. What may pass by itself, such as a driver that does not answer, is
-    /// an error.
+    /// A full one is made if the earlier backup is missing, damaged or larger than the volume. It is also made if the driver
+    /// has no deltas, or does not know the base as a snapshot of this volume. What may pass by itself, such as a driver that
+    /// does not answer, is an error.
     Auto(Source),
     Run(RunArguments),
     Restore(RestoreArguments),
@@ -89,7 +89,7 @@ pub struct Source {
     /// an image everything but its holes.
     #[arg(long, value_name = "SOCKET", requires = "snapshot", conflicts_with = "namespace")]
     pub endpoint: Option<Endpoint>,
-    /// Ask by way of Kubernetes, as the kubeconfig or the pod's account: --snapshot is a VolumeSnapshot of this namespace.
+    /// Ask through Kubernetes, as the kubeconfig or the pod's account: --snapshot is a VolumeSnapshot of this namespace.
     #[arg(long, short, value_name = "NAME", requires = "snapshot")]
     pub namespace: Option<String>,
     #[command(flatten)]
@@ -110,7 +110,7 @@ pub struct Source {
     /// The most bytes to read a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
-    /// Go on with an interrupted or killed backup of the same snapshot and kind, where there is one; `auto` goes on with
+    /// Continue an interrupted or killed backup of the same snapshot and kind, if there is one; `auto` continues
     /// either kind. Without --snapshot it must be of the same device, or of the same image that was not written to since.
     /// Some of what is stored is compared with the device; where it differs, the backup begins anew and says why.
     #[arg(long)]
@@ -285,7 +285,7 @@ pub struct PruneArguments {
 
 /// Draw what holds data and what changed.
 ///
-/// Without a backup it is the history of a volume, a line each; with one, its map. With --endpoint it is that of two
+/// Of several backups it is the history, a line each; of one, its map. With --endpoint it is that of two
 /// snapshots of a CSI driver, and needs no repository.
 #[derive(Debug, Args)]
 pub struct ShowArguments {

@@ -56,7 +56,7 @@ pub enum Error {
     },
     /// Another may have had the repository meanwhile, and may have removed what this command relies on.
     #[error(
-        "the lock on the repository is lost: {why}. Another command may have worked beside this one, so it ends: run it \
+        "the lock on the repository is lost: {why}. Another command may have worked at the same time, so this one ends: run it \
          again; a backup continues with --resume"
     )]
     LockLost {

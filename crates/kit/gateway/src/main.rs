@@ -113,7 +113,7 @@ struct Arguments {
     /// Maximum number of streams of one user at once.
     #[arg(long, value_name = "COUNT", default_value_t = 256)]
     max_streams_per_client: usize,
-    /// How long a client may leave a stream unread before it is ended. There is no limit to the time of a stream that is read.
+    /// How long a client may leave a stream unread before it is ended. A stream that is read may last as long as it needs.
     #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
     idle_timeout: Duration,
     /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.

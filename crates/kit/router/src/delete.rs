@@ -1,4 +1,4 @@
-//! `deltapath-router delete-volume`: one volume, by its id, through a router. For volumes that were made twice.
+//! `deltapath-router delete-volume`: one volume, by its id, through a router. For a volume that exists twice.
 
 use std::path::Path;
 

@@ -86,7 +86,7 @@ struct Serve {
     )]
     node_endpoints: Vec<String>,
     /// Instead: the headless Kubernetes Service of the nodes' drivers. Their addresses are those in its EndpointSlices, which
-    /// are watched, ready or not; their port is the one named `router`, or the only one. If a volume was made twice, the
+    /// are watched, ready or not; their port is the one named `router`, or the only one. If a volume exists twice, the
     /// PersistentVolumes are listed, and the one that none of them has is deleted.
     #[arg(long, value_name = "NAMESPACE/NAME", conflicts_with = "node_endpoints")]
     node_service: Option<NodeService>,
@@ -147,7 +147,7 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         forgotten: PathBuf,
     },
-    /// Delete one volume by its id, through a router; for volumes that were made twice.
+    /// Delete one volume by its id, through a router: for a volume that exists twice.
     ///
     /// A volume that is in use is not deleted. Check first that nothing else uses the id: in Kubernetes, no
     /// PersistentVolume may have it as its spec.csi.volumeHandle.

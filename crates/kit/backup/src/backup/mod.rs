@@ -222,7 +222,7 @@ fn incremental(
     stop: &Stop,
 ) -> Result<Job, Not> {
     let (Some(asked), Some(snapshot)) = (&request.asked, &request.snapshot) else {
-        return Err(Not::Possible("without --endpoint or --namespace nobody says what changed".into()));
+        return Err(Not::Possible("no driver to ask what changed: give --endpoint or --namespace".into()));
     };
     let base = base_of(repository, request, partial.as_ref())?;
     let Some(handle) = &base.about.snapshot else {

@@ -393,8 +393,8 @@ impl Run<'_> {
         match done.await? {
             Ok(_) => Ok(()),
             Err(kube::Error::Api(status)) if status.code == 403 => Err(Error::refused(format!(
-                "{} is a claim of a filesystem, and to read its snapshot as a device VolumeSnapshotContent {content} needs the \
-                 annotation {MODE_CHANGE}: \"true\", which this account may not set: allow it to patch volumesnapshotcontents",
+                "{} is a Filesystem claim. To read its snapshot as a device, VolumeSnapshotContent {content} needs the annotation \
+                 {MODE_CHANGE}: \"true\", which this account may not set: give it the right to patch volumesnapshotcontents",
                 self.arguments.pvc
             ))),
             Err(error) => Err(self.failed("annotate", CONTENTS, content)(error)),

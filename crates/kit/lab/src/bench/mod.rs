@@ -44,9 +44,9 @@ const REST: Duration = Duration::from_secs(10);
 
 /// Measure what the snapshots of any CSI driver cost.
 ///
-/// Creates Block volumes through the driver's socket, publishes them, writes to them, and measures each call: create, snapshot (the
-/// first, and after some of the data changed), allocated, delta (at once and later), restore, clone, delete; the space that they take;
-/// and the rate of random writes before, while and after a snapshot is taken. Over the sizes of --size, and, on the first of them, with
+/// Creates Block volumes through the driver's socket, publishes them and writes to them. It measures create, snapshot (the first, and
+/// after some of the data changed), allocated, delta (at once and later), restore, clone and delete. It also measures the space that they
+/// take, and the rate of random writes before, while and after a snapshot is taken. Over the sizes of --size, and, on the first of them, with
 /// the numbers of snapshots of --snapshots, so that growth is seen. Each figure is the median of --runs, with the least and the most.
 ///
 /// All answers are checked against what was written: a figure whose answer was wrong once is not given. What a driver does not claim
@@ -86,8 +86,8 @@ pub(super) struct Arguments {
     /// Time of random writes before and after a snapshot; 0: leave them out.
     #[arg(long, value_name = "AGE", default_value = "2s", value_parser = pause)]
     write_time: Duration,
-    /// Directory for a plain file to which the same is done, beside the driver. It should be on the filesystem that the driver
-    /// stores on. It takes three times --data. Where it has no files of the size of the volume, the driver is measured alone.
+    /// Directory for a plain file, to which the same is done for comparison. It should be on the filesystem that the driver
+    /// stores on. It takes three times --data. If it holds no file of the volume's size, the driver is measured alone.
     #[arg(long, value_name = "DIR", requires = "endpoint")]
     bare_dir: Option<PathBuf>,
     #[command(flatten)]

@@ -108,9 +108,9 @@ impl Storage {
 ///
 /// Creates Block volumes through the driver's socket, attaches, stages and publishes them as the driver
 /// claims, writes to the devices, takes snapshots, streams their metadata, restores and deletes. The
-/// streams are compared with what was written and with what restored volumes hold. Each case passes, fails, is
-/// "allowed, but" (the spec permits it, a user should know), is not shown (what it tests did not happen, such as a deadline that
-/// passed after the stream had ended), or is skipped with a reason. Needs root, and
+/// streams are compared with what was written and with what restored volumes hold. A case passes, fails or is skipped with a
+/// reason. "allowed, but" means that the spec permits it, and that a user should know. A case is not shown if what it tests did
+/// not happen, such as a deadline that passed after the stream had ended. Needs root, and
 /// to see the driver's mounts and devices; takes away all that it makes.
 ///
 /// Exit codes: 0 all pass or are allowed, 1 a case fails or something is left behind, 2 it could not run, 130

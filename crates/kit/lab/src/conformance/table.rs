@@ -146,7 +146,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
         one "base-deleted" Must DELTA_ERRORS PAIR life::base_deleted =>
             "a deleted base is NOT_FOUND, or still answered in full";
         one "base-deleted-again" Must DELTA_ERRORS PAIR life::base_deleted_again =>
-            "what a driver says of a deleted base it says again, and from an offset: NOT_FOUND, or the same answer";
+            "a second delta from a deleted base, also with an offset, has the same result as the first";
         one "tail" Must ALLOCATED NONE life::tail =>
             "if the size of a volume is not a multiple of usual blocks, the last bytes are listed, and no other capacity";
         one "group-members" Must DELTA NONE life::group_members =>

@@ -132,7 +132,7 @@ catalog! {
         IgnoreOffset "ignore-offset" STREAMS [] "takes starting_offset for 0";
         RoundOffsetUp "round-offset-up" STREAMS [] "rounds starting_offset up to 4096";
         ShiftedWindow "shifted-window" STREAMS [size "4Ki"]
-            "from an offset that `size` does not divide, names the block before for each change of one block: its window starts at the offset, its name does not";
+            "if `starting_offset` is not a multiple of `size`, lists the block before each changed one";
     }
     "What is refused": {
         Refuse "refuse" ALL [code "UNAVAILABLE"] "refuses the call with `code`";
@@ -153,7 +153,7 @@ catalog! {
         AudienceNotChecked "audience-not-checked" STREAMS [] "answers tokens for another audience as an earlier call that was let in";
         ExpiryNotChecked "expiry-not-checked" STREAMS [] "answers tokens that have expired as an earlier call that was let in";
         SignatureNotChecked "signature-not-checked" STREAMS []
-            "answers tokens of the right audience and time, without a valid signature, and texts that are not tokens, as an earlier call that was let in";
+            "accepts tokens with an invalid signature, and texts that are not tokens: answers as an earlier call that was let in";
         RightsNotChecked "rights-not-checked" STREAMS [] "answers calls that were PERMISSION_DENIED as an earlier call that was let in";
         NamespaceNotChecked "namespace-not-checked" STREAMS []
             "answers a snapshot that is NOT_FOUND from the namespace of an earlier call that was let in";

@@ -48,9 +48,9 @@ pub(crate) use upstream::{Local, Upstream};
 /// Proxy a CSI driver's socket or a gateway's address, and inject faults.
 ///
 /// Every call is handed on. Those that meet a fault are refused, delayed, cut or answered wrongly, always in the same way for
-/// a seed. A fault is written name:key=value,...; it is named with --fault or in a file, turned on and off over HTTP
-/// (--control), or named by a request itself: in its gRPC metadata cbt-lab-fault, or in the parameter cbt-lab.fault of
-/// CreateSnapshot (so of a VolumeSnapshotClass), for all calls about that snapshot.
+/// a seed. A fault is written name:key=value,... and is named with --fault or in a file, or turned on and off over HTTP
+/// (--control). A request can also name one: in its gRPC metadata cbt-lab-fault, or in the parameter cbt-lab.fault of
+/// CreateSnapshot (so of a VolumeSnapshotClass). The latter is for all calls about that snapshot.
 ///
 /// Exit codes: 0 after a signal, 1 it could not start, 2 wrong usage.
 #[derive(Debug, Args)]

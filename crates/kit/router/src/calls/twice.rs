@@ -1,4 +1,4 @@
-//! Volumes that were made twice: by a retry that was given to another node while the first one was cut off, and by a router that
+//! Volumes that exist twice, made by a retry that was given to another node while the first one was cut off, and by a router that
 //! did not know of the first try. They are found when the node is back.
 //!
 //! Which of the two is used, only the orchestrator knows: the first answer may have arrived. In Kubernetes the PersistentVolumes
@@ -26,7 +26,7 @@ const EVERY: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Volumes in doubt at once.
 const MOST: usize = 10_000;
-/// How often PersistentVolumes are looked through for a volume that was made twice, how long that may take, and for how long
+/// How often PersistentVolumes are looked through for a volume that exists twice, how long that may take, and for how long
 /// it is done: the PersistentVolume is made after the volume.
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 const LOOKED_IN: Duration = Duration::from_secs(60);
@@ -36,9 +36,9 @@ const PAGE: u32 = 500;
 
 /// What an operator has to do where nobody else can.
 const DELETE: &str =
-    "a volume was made twice: delete the one that is not in use (deltapath-router delete-volume)";
+    "a volume exists twice: delete the one that is not in use (deltapath-router delete-volume)";
 
-/// A volume that was made twice.
+/// A volume that exists twice.
 struct Twice {
     name: String,
     ids: [String; 2],
@@ -107,7 +107,7 @@ impl Router {
                     name,
                     volume,
                     other,
-                    "a volume was made twice: PersistentVolumes say which one is used"
+                    "a volume exists twice: PersistentVolumes say which one is used"
                 );
             }
             twice.extend(found);
@@ -156,7 +156,7 @@ impl Router {
                     name,
                     volume = id,
                     node = node.name,
-                    "a volume that was made twice and that no PersistentVolume has is deleted"
+                    "a volume that exists twice and that no PersistentVolume has is deleted"
                 );
                 true
             }
@@ -167,7 +167,7 @@ impl Router {
                     volume = id,
                     node = node.name,
                     reason,
-                    "a volume that was made twice cannot be deleted now"
+                    "a volume that exists twice cannot be deleted now"
                 );
                 false
             }

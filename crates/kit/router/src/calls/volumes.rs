@@ -85,7 +85,7 @@ impl Router {
                 let places: Vec<_> =
                     found.iter().map(|(node, found)| format!("{} on node {}", found.id, node.name)).collect();
                 return Err(Status::failed_precondition(format!(
-                    "volume {name:?} was made twice, as {}: delete the one that is not in use",
+                    "volume {name:?} exists twice, as {}: delete the one that is not in use",
                     places.join(" and as ")
                 )));
             }

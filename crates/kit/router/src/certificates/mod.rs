@@ -29,8 +29,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Keep a CA and the router's certificate in a Secret, and sign the certificates of nodes.
 ///
-/// The Secret has tls.crt, tls.key and ca.crt for the router, and the ConfigMap has ca.crt for the nodes. Each node's driver has
-/// `deltapath-router node-certificate` beside it, which asks by a CertificateSigningRequest. What it asks for is signed if its
+/// The Secret has tls.crt, tls.key and ca.crt for the router, and the ConfigMap has ca.crt for the nodes. In the pod of each
+/// driver, `deltapath-router node-certificate` makes a CertificateSigningRequest. It is signed if the
 /// pod is one of the drivers', and if no other node has the key: the second ConfigMap says which node has which. Should a data
 /// directory move to another node, take its line out of there.
 ///

@@ -18,7 +18,7 @@ const EVERY: Duration = Duration::from_secs(2);
 /// How long a request is waited for before another is made.
 const ANSWERED_IN: Duration = Duration::from_secs(120);
 
-/// Ask for the certificate of the driver beside this, and ask again before it ends.
+/// Ask for the certificate of the driver in the same pod, and ask again before it ends.
 ///
 /// Writes node.crt and node.key, which the driver reads (--router-tls-cert, --router-tls-key) and reads again when they change.
 #[derive(Clone, Debug, clap::Args)]

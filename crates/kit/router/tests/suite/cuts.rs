@@ -155,7 +155,7 @@ fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
         let counted = "deltapath_router_volumes_made_twice_total 1\n";
         eventually("it is found", async || fresh.get("/metrics").await.contains(counted)).await;
         let log = fresh.running.log();
-        assert!(log.contains(&first) && log.contains(&second) && log.contains("was made twice"), "{log}");
+        assert!(log.contains(&first) && log.contains(&second) && log.contains("exists twice"), "{log}");
         let error = client.create_volume(request()).await.expect_err("which of them?");
         assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
         // Both are there until an operator says which one goes, and the one in use does not.
