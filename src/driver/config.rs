@@ -49,7 +49,7 @@ impl std::str::FromStr for Retention {
     fn from_str(text: &str) -> Result<Self, String> {
         let want = "write a count, or a count and an age, such as 8:30d (units s, m, h, d)";
         let (count, age) = match text.split_once(':') {
-            Some((count, text)) => (count, age::read(text).ok_or(want)?),
+            Some((count, text)) => (count, age::parse(text).ok_or(want)?),
             None => (text, Retention::default().age),
         };
         Ok(Retention { count: count.parse().map_err(|_| want)?, age })

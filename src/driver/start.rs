@@ -1,8 +1,10 @@
 //! The steps of a start, in order. After a crash in any step the next start does all of them again. What a driver that
 //! died left half done is undone before the first call is served.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::driver::config::Config;
 use crate::driver::error::{Error, Result};

@@ -33,8 +33,9 @@ pub use records::{
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, RwLock};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -239,11 +240,11 @@ impl Store {
 
     /// Looks something up. The lock covers memory only: no I/O happens under it.
     pub fn read<T>(&self, look: impl FnOnce(&Index) -> T) -> T {
-        look(&self.index.read().unwrap_or_else(std::sync::PoisonError::into_inner))
+        look(&self.index.read())
     }
 
     fn write<T>(&self, change: impl FnOnce(&mut Index) -> T) -> T {
-        change(&mut self.index.write().unwrap_or_else(std::sync::PoisonError::into_inner))
+        change(&mut self.index.write())
     }
 
     /// Starts a volume. Its `bytes/` is the pool's to make.

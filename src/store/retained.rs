@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::PoisonError;
 
 use super::{Damage, Deleted, Draft, Error, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
 use super::{decode, each, encode, entries, read_named};
@@ -41,7 +40,7 @@ impl Store {
     pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Draft> {
         let forget = |index: &mut Index| index.remove_retained(&record.id);
         if let Some(group) = &record.group {
-            let _leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+            let _leaving = self.leaving.lock();
             let dir = self.dir.group(group);
             if entries(&dir.members())?.len() == 1 {
                 return self.remove(group.as_str(), &ObjectDir::new(dir.path()), forget);

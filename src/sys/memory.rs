@@ -1,6 +1,6 @@
 //! The memory of this process.
 
-use std::sync::{Mutex, PoisonError};
+use parking_lot::Mutex;
 
 /// From this size on an allocation has pages of its own, which go back to the kernel when it is freed.
 const OWN_PAGES: libc::c_int = 1 << 20;
@@ -36,7 +36,7 @@ pub struct KeepFreed(());
 impl KeepFreed {
     /// From now on, until it is dropped.
     pub fn begin() -> Self {
-        let mut keepers = KEEPERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut keepers = KEEPERS.lock();
         *keepers += 1;
         if *keepers == 1 {
             trim_from(libc::c_int::MAX);
@@ -47,7 +47,7 @@ impl KeepFreed {
 
 impl Drop for KeepFreed {
     fn drop(&mut self) {
-        let mut keepers = KEEPERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut keepers = KEEPERS.lock();
         *keepers -= 1;
         if *keepers == 0 {
             trim_from(OWN_PAGES);

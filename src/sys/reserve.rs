@@ -11,7 +11,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use super::{attributes, btrfs};
 use base::DraftFile;
@@ -74,7 +75,7 @@ impl Reserve {
         if self.is_held() {
             return Ok(());
         }
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.lock();
         if !self.is_held() {
             if !self.path.try_exists().context("stat", &self.path)? {
                 self.make()?;
@@ -92,7 +93,7 @@ impl Reserve {
             Err(error) if error.is_no_space() => error,
             outcome => return outcome,
         };
-        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.changing.lock();
         if self.is_held.swap(false, Ordering::AcqRel) {
             let path = self.path.display();
             tracing::warn!(%path, %error, "the pool is full: its reserve is given back for this call, and nothing new is made without it");

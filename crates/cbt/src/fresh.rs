@@ -2,9 +2,10 @@
 //! since a stream opened the maps. They are in memory only, so that nobody reads a block that somebody else has hashed.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use roaring::RoaringBitmap;
 
 use super::BlockHash;
@@ -28,7 +29,7 @@ pub struct FreshTable {
 impl FreshTable {
     /// Those of a snapshot. A reader takes them before it opens `pending`.
     pub fn of(&self, id: &SnapshotId) -> Arc<FreshHashes> {
-        let mut table = self.of.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.of.lock();
         let new = || {
             let (state, is_written) = Default::default();
             Arc::new(FreshHashes { state, is_written, memory: self.memory.clone() })
@@ -38,7 +39,7 @@ impl FreshTable {
 
     /// Nothing of the snapshot is left to be hashed, or it is gone.
     pub fn forget(&self, id: &SnapshotId) {
-        self.of.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+        self.of.lock().remove(id);
     }
 }
 
@@ -63,10 +64,6 @@ struct State {
 }
 
 impl FreshHashes {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether there is memory for more bytes.
     fn reserve(&self, state: &mut State, bytes: usize) -> bool {
         if self.memory.fetch_add(bytes, Ordering::Relaxed) + bytes > MEMORY {
@@ -84,7 +81,7 @@ impl FreshHashes {
 
     /// Keeps a hash that a stream made, for hashing.
     pub(super) fn make(&self, block: Block, hash: BlockHash) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if !state.made.contains_key(&block) && self.reserve(&mut state, MADE) {
             state.made.insert(block, hash);
         }
@@ -92,7 +89,7 @@ impl FreshHashes {
 
     /// Takes what streams made of some blocks of a segment.
     pub(super) fn take(&self, index: SegmentIndex, members: &RoaringBitmap) -> BTreeMap<Block, BlockHash> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let BlockRange { start, end } = index.blocks();
         let is_member = |block: &Block| members.contains(locate(*block).1);
         let blocks: Vec<Block> =
@@ -105,7 +102,7 @@ impl FreshHashes {
 
     /// The slots of these blocks of a segment are written.
     pub(super) fn wrote(&self, index: SegmentIndex, runs: &[BlockRange]) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let count: u64 = runs.iter().map(|run| run.end - run.start).sum();
         if !self.reserve(&mut state, count as usize * WRITTEN) {
             return;
@@ -122,7 +119,7 @@ impl FreshHashes {
     pub(super) fn is_written(&self, block: Block) -> bool {
         let (index, within) = locate(block);
         self.is_written.load(Ordering::Acquire)
-            && self.state().written.get(&index).is_some_and(|written| written.contains(within))
+            && self.state.lock().written.get(&index).is_some_and(|written| written.contains(within))
     }
 
     /// Forgets which slots were written, unless a stream may ask for them: hashing begins a step, and `pending` vouches for
@@ -131,7 +128,7 @@ impl FreshHashes {
         if Arc::strong_count(self) > 2 {
             return;
         }
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.written.clear();
         self.is_written.store(false, Ordering::Release);
         let bytes = state.bytes - state.made.len() * MADE;
@@ -141,7 +138,7 @@ impl FreshHashes {
 
 impl Drop for FreshHashes {
     fn drop(&mut self) {
-        let bytes = self.state().bytes;
+        let bytes = self.state.lock().bytes;
         self.memory.fetch_sub(bytes, Ordering::Relaxed);
     }
 }

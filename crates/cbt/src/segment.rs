@@ -2,8 +2,8 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use roaring::RoaringBitmap;
 
 use super::{Error, Result};
@@ -215,13 +215,13 @@ impl MapFile {
 
     /// Gives that memory up.
     pub(super) fn park(&self) {
-        *self.windows.lock().unwrap_or_else(PoisonError::into_inner) = Windows::default();
+        *self.windows.lock() = Windows::default();
     }
 
     /// The row of a segment and the bytes that are stored of it; `None` where nothing is.
     fn stored(&self, index: SegmentIndex) -> Result<Option<(Entry, Vec<u8>)>> {
         let Ok(row) = self.indexes.binary_search(&index) else { return Ok(None) };
-        let Windows { rows, payloads } = &mut *self.windows.lock().unwrap_or_else(PoisonError::into_inner);
+        let Windows { rows, payloads } = &mut *self.windows.lock();
         let table_end = self.table_at + (self.indexes.len() * ENTRY) as u64;
         let at = self.table_at + (row * ENTRY) as u64;
         let entry = Entry::decode(rows.read(&self.file, &self.path, at, ENTRY, table_end)?);

@@ -29,10 +29,11 @@ pub use armed::pass;
 
 #[cfg(feature = "failpoints")]
 mod armed {
+    use parking_lot::Mutex;
     use std::fs::File;
     use std::io::{self, Write};
     use std::path::{Path, PathBuf};
-    use std::sync::{Mutex, OnceLock, PoisonError};
+    use std::sync::OnceLock;
     use std::time::Duration;
 
     /// What the control file says.
@@ -96,7 +97,7 @@ mod armed {
             return Ok(());
         }
         // Counted, logged and hit as one: the log is in the order of the count, and ends with a kill.
-        let mut count = COUNT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = COUNT.lock();
         if count.0 != order.number {
             *count = (order.number, 0);
         }

@@ -2,10 +2,11 @@
 //! those that are open go on.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwapOption;
+use parking_lot::Mutex;
 use rustls::ServerConfig;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
@@ -187,18 +188,14 @@ impl ResolvesServerCert for Certificate {
 pub(crate) struct Tried(Mutex<Option<Vec<Vec<u8>>>>);
 
 impl Tried {
-    fn last(&self) -> MutexGuard<'_, Option<Vec<Vec<u8>>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// What the files hold now, for the one who loads them.
     pub(crate) fn read<const N: usize>(&self, files: [&Path; N]) -> Result<[Vec<u8>; N], Error> {
-        *self.last() = None;
+        *self.0.lock() = None;
         let mut contents = [const { Vec::new() }; N];
         for (content, file) in contents.iter_mut().zip(files) {
             *content = std::fs::read(file).map_err(|error| Error::Read(file.to_owned(), error))?;
         }
-        *self.last() = Some(contents.to_vec());
+        *self.0.lock() = Some(contents.to_vec());
         Ok(contents)
     }
 
@@ -215,7 +212,7 @@ impl Tried {
         loop {
             tokio::time::sleep(every).await;
             let now = files.iter().map(|file| std::fs::read(file).ok()).collect::<Option<Vec<_>>>();
-            if now == *self.last() {
+            if now == *self.0.lock() {
                 continue;
             }
             match load() {

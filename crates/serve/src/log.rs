@@ -8,8 +8,10 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::process::ExitCode;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 /// The most bytes that wait for one output.
 const QUEUED: usize = 1 << 20;
@@ -114,9 +116,9 @@ impl Lines {
     fn flush_until(&self, until: Instant) {
         if let To::Queue(queue) = &self.to {
             let left = until.saturating_duration_since(Instant::now());
-            let waiting = queue.lock();
+            let mut waiting = queue.waiting.lock();
             let is_left = |waiting: &mut Waiting| waiting.under_way + waiting.text.len() > 0;
-            drop(queue.changed.wait_timeout_while(waiting, left, is_left));
+            queue.changed.wait_while_for(&mut waiting, is_left, left);
         }
     }
 }
@@ -133,12 +135,8 @@ impl Write for &Lines {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn push(&self, lines: &[u8]) -> bool {
-        let mut waiting = self.lock();
+        let mut waiting = self.waiting.lock();
         if waiting.under_way + waiting.text.len() + lines.len() > QUEUED {
             waiting.dropped += 1;
             return false;
@@ -151,15 +149,14 @@ impl Queue {
     /// The thread that writes; for ever.
     fn write(&self, mut file: &File, name: &'static str) {
         loop {
-            let is_empty = |waiting: &mut Waiting| waiting.text.is_empty();
-            let waiting = self.changed.wait_while(self.lock(), is_empty);
-            let mut waiting = waiting.unwrap_or_else(PoisonError::into_inner);
+            let mut waiting = self.waiting.lock();
+            self.changed.wait_while(&mut waiting, |waiting| waiting.text.is_empty());
             let text = std::mem::take(&mut waiting.text);
             waiting.under_way = text.len();
             drop(waiting);
             // Where the reader is gone, the lines are too: calls are served all the same.
             let _ = file.write_all(&text);
-            let mut waiting = self.lock();
+            let mut waiting = self.waiting.lock();
             waiting.under_way = 0;
             let dropped = std::mem::take(&mut waiting.dropped);
             self.changed.notify_all();

@@ -5,9 +5,10 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
@@ -83,12 +84,8 @@ impl Slots {
     pub fn enter(self: &Arc<Self>) -> Slot {
         let at = Mutex::new((Stage::Open, 0, String::new()));
         let seat = Arc::new(Seat { close: CancellationToken::new(), open: AtomicUsize::new(0), at });
-        self.lock().seat(&seat, Stage::Open, None, &self.bounds);
+        self.taken.lock().seat(&seat, Stage::Open, None, &self.bounds);
         Slot { slots: self.clone(), seat }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Taken> {
-        lock(&self.taken)
     }
 }
 
@@ -97,7 +94,7 @@ impl Taken {
     fn seat(&mut self, seat: &Arc<Seat>, stage: Stage, client: Option<&str>, bounds: &Bounds) {
         self.next += 1;
         {
-            let mut at = lock(&seat.at);
+            let mut at = seat.at.lock();
             self.stages[at.0 as usize].remove(&at.1);
             (at.0, at.1) = (stage, self.next);
             if let Some(client) = client {
@@ -107,7 +104,7 @@ impl Taken {
         let seats = &mut self.stages[stage as usize];
         seats.insert(self.next, seat.clone());
         if let Some(client) = client {
-            let own = seats.iter().filter(|(_, seat)| lock(&seat.at).2 == client);
+            let own = seats.iter().filter(|(_, seat)| seat.at.lock().2 == client);
             if own.clone().count() > bounds.each {
                 let oldest = own.clone().find(|(_, seat)| seat.is_idle()).map(|(age, _)| *age);
                 close(seats, oldest.unwrap_or(self.next));
@@ -126,10 +123,6 @@ fn close(seats: &mut BTreeMap<u64, Arc<Seat>>, age: u64) {
     if let Some(seat) = seats.remove(&age) {
         seat.close.cancel();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Seat {
@@ -163,7 +156,7 @@ impl Slot {
 
     /// Whether its client is known.
     pub fn is_known(&self) -> bool {
-        lock(&self.seat.at).0 == Stage::Known
+        self.seat.at.lock().0 == Stage::Known
     }
 
     /// Whether no call is under way.
@@ -185,7 +178,7 @@ impl Slot {
 
     fn move_to(&self, stage: Stage, client: Option<&str>) {
         // One that is closed has left already.
-        let mut taken = self.slots.lock();
+        let mut taken = self.slots.taken.lock();
         if !self.seat.close.is_cancelled() {
             taken.seat(&self.seat, stage, client, &self.slots.bounds);
         }
@@ -194,8 +187,8 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let mut taken = self.slots.lock();
-        let at = lock(&self.seat.at);
+        let mut taken = self.slots.taken.lock();
+        let at = self.seat.at.lock();
         taken.stages[at.0 as usize].remove(&at.1);
     }
 }
@@ -246,6 +239,6 @@ mod tests {
         dora.known("dora");
         assert!(closed(&dora) && [&another, &third, &carl].into_iter().all(|slot| !closed(slot)));
         drop((strangers, another, second, third, carl, dora));
-        assert!(slots.lock().stages.iter().all(BTreeMap::is_empty));
+        assert!(slots.taken.lock().stages.iter().all(BTreeMap::is_empty));
     }
 }

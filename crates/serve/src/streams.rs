@@ -6,11 +6,12 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::time::Sleep;
 use tonic::body::Body;
 use tonic::codegen::http::{self, HeaderMap};
@@ -65,7 +66,7 @@ impl<R: Record> Streams<R> {
 
     /// A permit, unless too many streams are open.
     pub fn enter(&self, client: &str) -> Result<Permit, Status> {
-        let mut by_client = lock(&self.by_client);
+        let mut by_client = self.by_client.lock();
         if by_client.total >= self.max {
             return Err(Status::resource_exhausted(format!(
                 "{} streams are open, which is the maximum (--max-streams): try again when some are done",
@@ -91,7 +92,7 @@ impl<R: Record> Streams<R> {
         loop {
             tokio::time::sleep(every).await;
             let open: Vec<_> = {
-                let mut open = lock(&self.open);
+                let mut open = self.open.lock();
                 open.retain(|one| one.strong_count() > 0);
                 open.iter().filter_map(Weak::upgrade).collect()
             };
@@ -120,7 +121,7 @@ impl<R: Record> Streams<R> {
         let deadline = call.deadline.map(|deadline| Box::pin(tokio::time::sleep_until(deadline.into())));
         let live = Live { body, call, tuples: Tuples::default(), taken: Instant::now(), waits: true };
         let open = Arc::new(Open(Mutex::new(State::Live(Box::new(live)))));
-        lock(&self.open).push(Arc::downgrade(&open));
+        self.open.lock().push(Arc::downgrade(&open));
         let mut response = http::Response::new(Body::new(Passing { open, deadline }));
         response
             .headers_mut()
@@ -132,7 +133,7 @@ impl<R: Record> Streams<R> {
 impl Drop for Permit {
     fn drop(&mut self) {
         metrics::gauge!(self.gauge).decrement(1.0);
-        let mut by_client = lock(&self.by_client);
+        let mut by_client = self.by_client.lock();
         by_client.total -= 1;
         if let Some(own) = by_client.each.get_mut(&self.client) {
             *own -= 1;
@@ -204,7 +205,7 @@ impl<R: Record> Live<R> {
 
 impl<R: Record> Open<R> {
     fn end_if_idle(&self, idle: Duration) {
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         let State::Live(live) = &mut *state else { return };
         // Where the client takes nothing, its connection asks for nothing, and the deadline there is not looked at.
         let is_late = live.is_late();
@@ -245,7 +246,7 @@ impl<R: Record> http_body::Body for Passing<R> {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<http_body::Frame<Bytes>, Status>>> {
         let Passing { open, deadline } = &mut *self;
-        let mut state = lock(&open.0);
+        let mut state = open.0.lock();
         let live = match &mut *state {
             State::Live(live) => live,
             State::Ended(left) => return Poll::Ready(left.take().map(|status| Ok(trailers(&status)))),
@@ -305,10 +306,6 @@ fn trailers(status: &Status) -> http_body::Frame<Bytes> {
 /// The driver's status: its code, message and details, without other headers of the driver's.
 pub fn passed_on(status: Status) -> Status {
     Status::with_details(status.code(), status.message(), Bytes::copy_from_slice(status.details()))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

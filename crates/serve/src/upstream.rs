@@ -9,8 +9,8 @@ use std::fmt;
 use std::io;
 use std::mem;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use bytes::{Bytes, BytesMut};
 use h2::client::{Builder, SendRequest};
 use h2::{FlowControl, Ping, PingPong, Reason, RecvStream};
 use http_body::Frame;
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::AbortHandle;
@@ -219,7 +220,7 @@ impl Upstream {
             Ok(connection) => {
                 let connection = Arc::new(connection);
                 let permit = Permit::on(&connection);
-                lock(&self.open).push(connection);
+                self.open.lock().push(connection);
                 Ok((permit, true))
             }
             Err(error) => {
@@ -231,7 +232,7 @@ impl Upstream {
 
     /// A permit on a connection that there is. Of those that nobody uses one of each kind is kept.
     fn free_permit(&self, is_wide: bool) -> Option<Permit> {
-        let mut open = lock(&self.open);
+        let mut open = self.open.lock();
         let mut has_idle = [false; 2];
         open.retain(|one| {
             let is_used = one.state.streams.load(Ordering::Relaxed) > 0;
@@ -389,7 +390,7 @@ impl Permit {
             match body.data().await {
                 Some(Ok(bytes)) => {
                     self.0.state.is_heard.store(true, Ordering::Relaxed);
-                    lock(inbox).add(|inbox| inbox.bytes.extend_from_slice(&bytes));
+                    inbox.lock().add(|inbox| inbox.bytes.extend_from_slice(&bytes));
                 }
                 Some(Err(error)) => break Err(self.error(error)),
                 None => break body.trailers().await.map_err(|error| self.error(error)),
@@ -397,7 +398,7 @@ impl Permit {
         };
         // Whoever reads the end finds the permit free.
         drop(self);
-        lock(inbox).add(|inbox| inbox.end = Some(end));
+        inbox.lock().add(|inbox| inbox.end = Some(end));
     }
 
     fn error(&self, error: h2::Error) -> Error {
@@ -457,7 +458,7 @@ impl Answer {
 
     /// The next piece: data, or the trailers at the end.
     pub fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        let mut inbox = lock(&self.inbox);
+        let mut inbox = self.inbox.lock();
         if inbox.bytes.is_empty() {
             return match inbox.end.take() {
                 Some(Ok(trailers)) => Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers)))),
@@ -490,10 +491,6 @@ impl Inbox {
             reader.wake();
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::http::Request;
@@ -18,6 +17,7 @@ use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
+use parking_lot::{Mutex, MutexGuard};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
@@ -398,7 +398,7 @@ impl Drop for ApiServer {
 }
 
 fn locked(child: &Mutex<Option<Child>>) -> MutexGuard<'_, Option<Child>> {
-    child.lock().unwrap_or_else(PoisonError::into_inner)
+    child.lock()
 }
 
 fn end(child: &Mutex<Option<Child>>) {

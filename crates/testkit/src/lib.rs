@@ -30,7 +30,6 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use deltapath::store::VolumeRecord;
@@ -39,6 +38,7 @@ use deltapath::sys::mount::Mount;
 use deltapath::sys::slots;
 use deltapath::sys::sweep::devices_below;
 use nix::sys::signal::Signal;
+use parking_lot::Mutex;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use tempfile::TempDir;
 use tonic::Code;
@@ -74,7 +74,7 @@ fn beside_the_test(path: &str, arguments: Option<[&str; 4]>) -> PathBuf {
     // target/PROFILE/deps/suite-HASH
     let profile = test.ancestors().nth(2).expect("a directory of the build");
     let arguments = arguments.filter(|_| std::env::var_os("DELTAPATH_PROGRAMS_ARE_BUILT").is_none());
-    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut built = BUILT.lock();
     if let Some(arguments) = arguments
         && built.insert(path.to_owned())
     {
@@ -262,7 +262,7 @@ pub fn free_port() -> u16 {
     // program under test binds it.
     const PORTS: std::ops::Range<u16> = 10_000..32_768;
     static NEXT: Mutex<Option<u16>> = Mutex::new(None);
-    let mut next = NEXT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut next = NEXT.lock();
     loop {
         // Other processes begin elsewhere.
         let port = next.filter(|port| PORTS.contains(port)).unwrap_or_else(|| fastrand::u16(PORTS));

@@ -4,9 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use libtest_mimic::{Arguments, Trial};
+use parking_lot::Mutex;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -169,7 +170,7 @@ pub fn run<W: 'static>(
                 })
             };
             // The first test starts it; the others wait.
-            let api = server.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(start).clone();
+            let api = server.lock().get_or_insert_with(start).clone();
             runtime.block_on(async { test(make(api, name).await).await });
             Ok(())
         });
@@ -177,6 +178,6 @@ pub fn run<W: 'static>(
     });
     let conclusion = libtest_mimic::run(&arguments, trials.collect());
     // Before the process ends: the API server ends with it.
-    drop(server.lock().unwrap_or_else(PoisonError::into_inner).take());
+    drop(server.lock().take());
     conclusion.exit_code()
 }

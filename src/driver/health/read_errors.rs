@@ -5,7 +5,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::driver::error::Error;
 use base::{ByteRange, VolumeId};
@@ -34,7 +35,7 @@ impl ReadErrors {
     }
 
     pub(in crate::driver) fn set(&self, volume: &VolumeId, range: Option<ByteRange>) {
-        let mut read_errors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut read_errors = self.0.lock();
         match range {
             Some(range) => read_errors.insert(volume.clone(), range),
             None => read_errors.remove(volume),
@@ -42,7 +43,7 @@ impl ReadErrors {
     }
 
     pub(in crate::driver) fn of(&self, volume: &VolumeId) -> Option<ByteRange> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(volume).copied()
+        self.0.lock().get(volume).copied()
     }
 }
 

@@ -1,7 +1,9 @@
 //! Begins, continues and removes transfers.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::LockKey;

@@ -2,9 +2,11 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::transfer::begin::Transfers;
@@ -162,7 +164,7 @@ impl Running {
     fn turn(&self, stop: &Stop) -> Result<Receiving<'_>> {
         loop {
             stop.check()?;
-            let mut working = self.transfers.working.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut working = self.transfers.working.lock();
             if *working < AT_ONCE {
                 *working += 1;
                 return Ok(Receiving(&self.transfers.working));
@@ -178,6 +180,6 @@ struct Receiving<'t>(&'t Mutex<usize>);
 
 impl Drop for Receiving<'_> {
     fn drop(&mut self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *self.0.lock() -= 1;
     }
 }

@@ -7,9 +7,10 @@
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use roaring::RoaringBitmap;
 
 use crate::driver::error::{Error, Result};
@@ -76,19 +77,15 @@ impl Sources {
         Sources { shared, snapshots, open: Mutex::default() }
     }
 
-    fn all(&self) -> MutexGuard<'_, HashMap<String, Arc<OpenSource>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Closes all sources.
     pub fn clear(&self) {
-        self.all().clear();
+        self.open.lock().clear();
     }
 
     /// Closes sources that were not read for ten minutes.
     pub fn sweep(&self) {
         let is_idle = |source: &OpenSource| source.used().elapsed() >= IDLE;
-        let idle: Vec<_> = self.all().extract_if(|_, source| is_idle(source)).collect();
+        let idle: Vec<_> = self.open.lock().extract_if(|_, source| is_idle(source)).collect();
         for (_, source) in idle {
             tracing::info!(
                 source_id = source.source,
@@ -104,11 +101,11 @@ impl Sources {
         let name = format!("{source}/{reader}/{volume}");
         // Of two calls for one transfer, the second finds what the first opened.
         let _lock = self.shared.locks.take(LockKey::Transfer(name.clone()))?;
-        let found = self.all().get(&name).cloned();
+        let found = self.open.lock().get(&name).cloned();
         let open = match found {
             Some(open) => open,
             None => {
-                if self.all().len() >= MOST {
+                if self.open.lock().len() >= MOST {
                     return Err(Error::TooMany { what: format!("{MOST} transfers to other nodes") });
                 }
                 let open = Arc::new(match source.parse::<SnapshotId>() {
@@ -121,7 +118,7 @@ impl Sources {
                     volume_id = volume,
                     "another node has opened a source"
                 );
-                self.all().insert(name.clone(), open.clone());
+                self.open.lock().insert(name.clone(), open.clone());
                 open
             }
         };
@@ -146,7 +143,7 @@ impl Sources {
     /// The source that this node opened under this name.
     pub fn get(&self, point: &str, reader: &str) -> Option<Arc<OpenSource>> {
         let (name, id) = point.rsplit_once('/')?;
-        let open = self.all().get(name).cloned()?;
+        let open = self.open.lock().get(name).cloned()?;
         let is_it = open.reader == reader && open.record.id.as_str() == id;
         open.touch();
         is_it.then_some(open)
@@ -156,7 +153,7 @@ impl Sources {
     pub fn close(&self, point: &str, reader: &str) {
         let Some(open) = self.get(point, reader) else { return };
         let name = format!("{}/{}/{}", open.source, open.reader, open.volume);
-        let closed = self.all().remove(&name);
+        let closed = self.open.lock().remove(&name);
         tracing::info!(
             source_id = open.source,
             reader,
@@ -239,11 +236,11 @@ impl Sources {
 
 impl OpenSource {
     fn used(&self) -> Instant {
-        *self.used.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.used.lock()
     }
 
     fn touch(&self) {
-        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        *self.used.lock() = Instant::now();
     }
 
     fn size(&self) -> BlockSize {

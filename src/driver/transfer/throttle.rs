@@ -1,7 +1,8 @@
 //! Limits the rate of all transfers together (`--transfer-rate`).
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// How often a waiting thread checks whether it is to stop.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -29,7 +30,7 @@ impl Throttle {
     /// Takes `bytes`, and returns how long to wait before using them.
     pub fn take(&self, bytes: u64, now: Instant) -> Duration {
         let Some(rate) = self.rate else { return Duration::ZERO };
-        let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut until = self.until.lock();
         let start = until.unwrap_or(now).max(now);
         *until = Some(start + Duration::from_secs_f64(bytes as f64 / rate as f64));
         start - now

@@ -1,7 +1,9 @@
 //! The sizes of volumes, and the space for them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::request::capability::{Capability, kinds, least_size};
@@ -55,7 +57,7 @@ impl Reserved {
         amount: u64,
         check: impl FnOnce(u64) -> Result<()>,
     ) -> Result<Reservation<'_>> {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.0.lock();
         check(*taken)?;
         *taken += amount;
         Ok(Reservation { reserved: self, amount })
@@ -64,7 +66,7 @@ impl Reserved {
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        *self.reserved.0.lock().unwrap_or_else(PoisonError::into_inner) -= self.amount;
+        *self.reserved.0.lock() -= self.amount;
     }
 }
 

@@ -2,9 +2,11 @@
 //! bytes.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::driver::error::{Error, OTHER_NAME, Result, shown};
 use crate::driver::locks::OpGuard;
@@ -130,7 +132,7 @@ impl TransferTable {
     }
 
     pub(in crate::driver) fn known(&self) -> MutexGuard<'_, HashMap<VolumeId, Arc<Transfer>>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     pub(in crate::driver) fn named(&self, name: &str) -> Option<Arc<Transfer>> {
@@ -275,7 +277,7 @@ impl Transfer {
     }
 
     pub(in crate::driver) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(in crate::driver) fn set(&self, phase: Phase) {
@@ -286,15 +288,13 @@ impl Transfer {
     /// Waits until the thread has stopped, at most `patience`.
     pub(in crate::driver) fn wait_while_running(&self, patience: Duration) {
         let is_running = |state: &mut State| matches!(state.phase, Phase::Running);
-        let waited = self.changed.wait_timeout_while(self.state(), patience, is_running);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        self.changed.wait_while_for(&mut self.state(), is_running, patience);
     }
 
     /// Waits for `patience`, or until there is a new connection to the source or the transfer is to stop.
     pub(in crate::driver) fn pause(&self, patience: Duration) {
         let is_quiet = |state: &mut State| state.remote.is_none() && state.stop.check().is_ok();
-        let waited = self.changed.wait_timeout_while(self.state(), patience, is_quiet);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        self.changed.wait_while_for(&mut self.state(), is_quiet, patience);
     }
 
     pub(in crate::driver) fn end(&self, is_unwanted: bool) {

@@ -6,8 +6,10 @@
 //! its source is: its choice ends with the call, so that the name is free for another source if no object has it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::request::create::check_name;
@@ -66,7 +68,7 @@ impl Choices {
         now: Instant,
     ) -> Result<DataDirKey> {
         let name = (kind, name.to_owned());
-        let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut choices = self.0.lock();
         if let Some((chosen, asked)) = choices.get_mut(&name)
             && now.duration_since(*asked) < KEPT
             && !not.contains(chosen)
@@ -89,7 +91,7 @@ impl Choices {
 
     /// Ends the choice of this node.
     fn end(&self, kind: Named, name: &str, chosen: DataDirKey) {
-        let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut choices = self.0.lock();
         let name = (kind, name.to_owned());
         if choices.get(&name).is_some_and(|(key, _)| *key == chosen) {
             choices.remove(&name);

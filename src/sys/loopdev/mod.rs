@@ -13,10 +13,10 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::statfs::{self, fstatfs};
+use parking_lot::Mutex;
 
 use self::node::{Node, Status};
 use super::attributes::Flag;
@@ -350,7 +350,7 @@ pub fn has_direct_io(file: &File, path: &Path) -> Result<bool> {
 static WARNED: Mutex<BTreeMap<u32, PathBuf>> = Mutex::new(BTreeMap::new());
 
 fn warn_once(number: u32, path: &Path, error: &Error) {
-    let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut warned = WARNED.lock();
     if warned.insert(number, path.to_owned()).as_deref() != Some(path) {
         let path = path.display();
         tracing::warn!(%path, %error, "a loop device is skipped: the filesystem of its file does not answer");

@@ -2,10 +2,11 @@
 //! decides which client works.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use fastrand::Rng;
+use parking_lot::Mutex;
 use testkit::content::Content;
 use testkit::disk::Rack;
 use testkit::subject::Site;
@@ -117,17 +118,13 @@ impl Stage {
         Stage { rack, state: Mutex::new(state) }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn look<T>(&self, look: impl FnOnce(&Moment) -> T) -> T {
-        look(&self.state().moment)
+        look(&self.state.lock().moment)
     }
 
     /// Records a call that is about to be made.
     pub fn begin(&self, worker: usize, call: Call) -> Asked {
-        let moment = &mut self.state().moment;
+        let moment = &mut self.state.lock().moment;
         let asked = Asked { call, names: moment.names.clone() };
         moment.under_way.insert(worker, asked.clone());
         asked
@@ -148,7 +145,7 @@ impl Stage {
 
     /// Records a write or discard that is about to be made.
     pub fn begin_write(&self, volume: &str, blocks: impl Iterator<Item = (u64, Option<u8>)>) {
-        self.state().moment.unsynced.insert(volume.to_owned(), blocks.collect());
+        self.state.lock().moment.unsynced.insert(volume.to_owned(), blocks.collect());
     }
 
     /// Records that it was synced.
@@ -161,7 +158,7 @@ impl Stage {
 
     /// Records an acknowledgement. A missing sync shows best right after it, so this may be the moment of the cut.
     fn acknowledged(&self, worker: usize, wish: Wish, note: impl FnOnce(&mut Moment)) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         note(&mut state.moment);
         state.acknowledged += 1;
         if state.wanted.is_some_and(|wanted| (wanted.worker, wanted.wish) == (worker, wish)) {
@@ -172,17 +169,17 @@ impl Stage {
 
     /// The number of acknowledged calls and writes.
     pub fn progress(&self) -> usize {
-        self.state().acknowledged
+        self.state.lock().acknowledged
     }
 
     /// Orders a power cut right after this action of this client is acknowledged.
     pub fn cut_after(&self, wish: Wish, worker: usize) {
-        self.state().wanted = Some(Wanted { wish, worker });
+        self.state.lock().wanted = Some(Wanted { wish, worker });
     }
 
     /// What a client is to do next.
     pub fn turn(&self, worker: usize) -> Turn {
-        match self.state().wanted {
+        match self.state.lock().wanted {
             None => Turn::Free,
             Some(wanted) if wanted.worker == worker => Turn::This(wanted.wish),
             Some(_) => Turn::Wait,
@@ -191,7 +188,7 @@ impl Stage {
 
     /// Cuts the power when the disk's cache holds some data, or after a short time.
     pub fn cut(&self, when: &str) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let sectors = 1 + state.random.u64(0..40) as usize;
         self.rack.wait_for_writes(0, sectors, Duration::from_millis(10));
         self.cut_in(&mut state, when);
@@ -204,11 +201,11 @@ impl Stage {
     }
 
     pub fn cut_count(&self) -> usize {
-        self.state().cuts.len()
+        self.state.lock().cuts.len()
     }
 
     pub fn take_cuts(&self) -> Vec<Cut> {
-        std::mem::take(&mut self.state().cuts)
+        std::mem::take(&mut self.state.lock().cuts)
     }
 }
 

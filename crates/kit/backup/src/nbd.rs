@@ -6,9 +6,11 @@ use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use base::Stop;
 use files::Context;
@@ -59,7 +61,7 @@ fn remembered<K: Copy + PartialEq, V>(
     most: usize,
     make: impl FnOnce() -> Result<V>,
 ) -> Result<Arc<V>> {
-    let lock = || queue.lock().unwrap_or_else(PoisonError::into_inner);
+    let lock = || queue.lock();
     {
         let mut queue = lock();
         let place = queue.iter().position(|(of, _)| *of == key);

@@ -2,12 +2,12 @@
 //! devices may be read.
 
 use std::io::IsTerminal;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use base::Stop;
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 
 use crate::error::Result;
 
@@ -71,7 +71,7 @@ impl Progress {
             bar.set_message(format!("{}/s", rate()));
             return;
         }
-        let Ok(mut last) = self.last.try_lock() else { return };
+        let Some(mut last) = self.last.try_lock() else { return };
         if shell::tells_progress() && last.elapsed() >= EVERY {
             *last = Instant::now();
             let percent = position * 100 / self.size.max(1);
@@ -112,7 +112,7 @@ impl Limit {
     pub fn pass(&self, bytes: u64, stop: &Stop) -> Result<()> {
         let Some(rate) = self.rate else { return Ok(()) };
         let until = {
-            let mut paid = self.paid.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut paid = self.paid.lock();
             let from = (*paid).max(Instant::now());
             *paid = from + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64);
             from

@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use base::Stop;
 use files::durable::Draft;
 use files::{AlignedBuffer, Context, change};
 use nix::fcntl::OFlag;
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::device::{self, Device, Target, is_zeros};
@@ -209,14 +209,14 @@ impl<'r> Job<'r> {
                         }
                         let done = self.stop.check().map_err(Error::from);
                         if let Err(error) = done.and_then(|()| self.segment(number as u32, &progress)) {
-                            self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                            self.error.lock().get_or_insert(error);
                             self.next.store(count, Ordering::Relaxed);
                         }
                     }
                 });
             }
         });
-        if let Some(error) = self.error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(error) = self.error.into_inner() {
             return Err(match self.is_new {
                 true => error,
                 false => {
@@ -392,7 +392,7 @@ pub fn compare(
                         return;
                     }
                     let compared = compare_segment(repository, index, &device, number as u32, stop);
-                    let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut found = found.lock();
                     match (compared, &mut *found) {
                         (Ok(ranges), Ok(found)) => found.extend(ranges),
                         (Err(error), Ok(_)) => {
@@ -406,7 +406,7 @@ pub fn compare(
             });
         }
     });
-    let mut ranges = found.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    let mut ranges = found.into_inner()?;
     ranges.sort_unstable_by_key(|range| range.start);
     let mut differing: Vec<Range<u64>> = Vec::new();
     for range in ranges {

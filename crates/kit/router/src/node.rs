@@ -7,12 +7,13 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::DataDirKey;
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use serve::mutual::Mutual;
 use serve::streams::passed_on;
 use serve::upstream::{self, Answer, ORIGIN, Upstream, WideWindows, time_left};
@@ -95,7 +96,7 @@ impl Link {
 
 impl Connector {
     fn seen(&self) -> Seen {
-        *self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.seen.lock()
     }
 
     async fn connect(&self) -> io::Result<TlsStream<TcpStream>> {
@@ -111,7 +112,7 @@ impl Connector {
         let key: DataDirKey = key.parse().map_err(|_| {
             io::Error::other(format!("the certificate at {} names no key of a data directory", self.address))
         })?;
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         match *seen.key.get_or_insert(key) {
             known if known == key => Ok(stream),
             known => {

@@ -5,11 +5,12 @@ mod trouble;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::DataDirKey;
 use metrics::gauge;
+use parking_lot::Mutex;
 use proto::node::DescribeRequest;
 use proto::node::node_client::NodeClient;
 use serve::mutual::Mutual;
@@ -172,7 +173,7 @@ impl Nodes {
 
     /// These are the addresses from now on: new ones are asked, and others no longer.
     pub fn set_addresses(self: &Arc<Self>, addresses: &BTreeSet<String>) {
-        let mut table = self.table();
+        let mut table = self.table.lock();
         let Table { by_address, departed, .. } = &mut *table;
         by_address.retain(|address, entry| {
             let stays = addresses.contains(&**address);
@@ -210,7 +211,7 @@ impl Nodes {
         let Some(file) = &self.forgotten_file else { return };
         match crate::forget::read(file) {
             Ok(forgotten) => {
-                let mut table = self.table();
+                let mut table = self.table.lock();
                 if table.forgotten != forgotten {
                     let keys: Vec<_> = forgotten.iter().map(DataDirKey::to_string).collect();
                     tracing::info!(keys = keys.join(", "), "forgotten nodes");
@@ -294,7 +295,7 @@ impl Nodes {
     }
 
     fn put(&self, address: &Arc<str>, state: State) {
-        let mut table = self.table();
+        let mut table = self.table.lock();
         let Table { by_address, departed, .. } = &mut *table;
         // Dropped from the list while it was asked.
         let Some(entry) = by_address.get_mut(address) else { return };
@@ -319,7 +320,7 @@ impl Nodes {
     }
 
     fn put_away(&self, address: &Arc<str>, why: String, shown: Option<DataDirKey>) {
-        let before = self.table().by_address.get_mut(address).and_then(|entry| {
+        let before = self.table.lock().by_address.get_mut(address).and_then(|entry| {
             entry.shown = shown;
             // A stranger was never one of the nodes.
             let is_stranger = matches!(entry.trouble, Some(Trouble::Stranger(_)));
@@ -352,10 +353,6 @@ impl Nodes {
         self.settled.send_if_modified(|before| settled && !std::mem::replace(before, true));
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until a router that has just started has tried all nodes.
     pub async fn settled(&self) {
         let mut settled = self.settled.subscribe();
@@ -364,7 +361,7 @@ impl Nodes {
 
     /// All whose objects can be reached, by key.
     pub fn up(&self) -> Vec<Arc<Node>> {
-        let table = self.table();
+        let table = self.table.lock();
         let used = table.by_address.values().filter_map(Entry::used);
         // A node with two addresses is one.
         let by_key: BTreeMap<DataDirKey, &Arc<Node>> = used.map(|(node, _)| (node.key, node)).collect();
@@ -374,7 +371,7 @@ impl Nodes {
 
     /// Those on which new volumes are made, with what is to be known of their room.
     pub fn candidates(&self) -> Vec<(Arc<Node>, Candidate)> {
-        let table = self.table();
+        let table = self.table.lock();
         let entries = table.by_address.values().filter(|entry| entry.trouble.is_none());
         let by_key: BTreeMap<DataDirKey, _> =
             entries.filter_map(Entry::used).map(|used| (used.0.key, used)).collect();
@@ -384,7 +381,7 @@ impl Nodes {
 
     /// Which node ids two nodes have that a volume may be made on, if there are such.
     pub fn taken_id(&self, requirement: Option<&proto::TopologyRequirement>) -> Option<String> {
-        self.table().by_address.values().find_map(|entry| match (&entry.state, &entry.trouble) {
+        self.table.lock().by_address.values().find_map(|entry| match (&entry.state, &entry.trouble) {
             (State::Up(node, _), Some(trouble @ Trouble::TakenId(_)))
                 if placement::is_allowed(&node.topology, requirement) =>
             {
@@ -396,7 +393,7 @@ impl Nodes {
 
     /// What is to be done where the object is on a node that was forgotten, and answers.
     pub fn forgotten_but_there(&self, id: &str) -> Option<String> {
-        let table = self.table();
+        let table = self.table.lock();
         let node = table.up().find(|node| DataDirKey::of(id) == Some(node.key))?;
         Some(format!(
             "{id} may exist: node {} at {} answers, and its data directory {} was forgotten: remove the key from the file of \
@@ -407,7 +404,7 @@ impl Nodes {
 
     /// Names of the nodes that lists cannot be asked of, and the topologies of those that were known before.
     pub fn away(&self) -> Vec<(String, Option<Arc<Node>>)> {
-        let table = self.table();
+        let table = self.table.lock();
         let mut there: BTreeSet<DataDirKey> = BTreeSet::new();
         let mut away = Vec::new();
         for (address, entry) in &table.by_address {
@@ -427,7 +424,7 @@ impl Nodes {
 
     /// The node whose data directory has this key.
     pub fn lookup(&self, key: DataDirKey) -> Lookup {
-        let table = self.table();
+        let table = self.table.lock();
         if table.forgotten.contains(&key) {
             return Lookup::Forgotten;
         }
@@ -475,6 +472,6 @@ impl Nodes {
 
     /// The name of the driver, as --driver-name or most nodes say it.
     pub fn driver_name(&self) -> Option<String> {
-        self.table().driver_name.clone()
+        self.table.lock().driver_name.clone()
     }
 }

@@ -1,8 +1,9 @@
 //! Which node a new volume goes to. Pure.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use base::DataDirKey;
 use proto::{Topology, TopologyRequirement};
@@ -48,10 +49,6 @@ pub struct Counted<'m> {
 }
 
 impl Making {
-    fn volumes(&self) -> MutexGuard<'_, Vec<Volume>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The nodes that a volume may be made on, best first, as if all that are being made were there. From now on this one is
     /// counted on the best.
     pub fn order(
@@ -60,7 +57,7 @@ impl Making {
         requirement: Option<&TopologyRequirement>,
         bytes: u64,
     ) -> (Vec<DataDirKey>, Counted<'_>) {
-        let mut volumes = self.volumes();
+        let mut volumes = self.0.lock();
         // What every node has told of since.
         let oldest = nodes.iter().map(|node| node.asked).min();
         volumes
@@ -87,7 +84,7 @@ impl Making {
 impl Counted<'_> {
     /// It is made on this node.
     pub fn is_on(&self, key: DataDirKey) {
-        if let Some(volume) = self.making.volumes().iter_mut().find(|volume| volume.number == self.number) {
+        if let Some(volume) = self.making.0.lock().iter_mut().find(|volume| volume.number == self.number) {
             volume.on = key;
         }
     }
@@ -95,7 +92,7 @@ impl Counted<'_> {
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        if let Some(volume) = self.making.volumes().iter_mut().find(|volume| volume.number == self.number) {
+        if let Some(volume) = self.making.0.lock().iter_mut().find(|volume| volume.number == self.number) {
             volume.ended = Some(Instant::now());
         }
     }

@@ -39,16 +39,16 @@ impl Server {
             let mut calls = tokio::task::JoinSet::new();
             while let Some(Ok((request, respond))) = connection.accept().await {
                 let sent = Arc::<AtomicUsize>::default();
-                lock(&server.sent).push(sent.clone());
+                server.sent.lock().push(sent.clone());
                 calls.spawn(answer(request.into_parts().0.uri.path().to_owned(), respond, sent));
             }
         });
-        lock(&self.tasks).push(task.abort_handle());
+        self.tasks.lock().push(task.abort_handle());
         Ok(ours)
     }
 
     fn kill(&self) {
-        lock(&self.tasks).drain(..).for_each(|task| task.abort());
+        self.tasks.lock().drain(..).for_each(|task| task.abort());
     }
 
     async fn ask(
@@ -62,7 +62,7 @@ impl Server {
 
     /// What each stream was sent when no more comes.
     async fn sent_when_quiet(&self) -> Vec<usize> {
-        let read = || lock(&self.sent).iter().map(|sent| sent.load(Ordering::Relaxed)).collect::<Vec<_>>();
+        let read = || self.sent.lock().iter().map(|sent| sent.load(Ordering::Relaxed)).collect::<Vec<_>>();
         let mut before = read();
         loop {
             sleep(Duration::from_millis(200)).await;
@@ -154,7 +154,7 @@ async fn streams_that_nobody_reads_keep_their_windows_and_hold_up_no_other() {
     }
     let sent = server.sent_when_quiet().await;
     assert!(sent.iter().all(|sent| *sent == NARROW as usize), "{sent:?}");
-    let held: usize = stalled.iter().map(|answer| lock(&answer.inbox).bytes.capacity()).sum();
+    let held: usize = stalled.iter().map(|answer| answer.inbox.lock().bytes.capacity()).sum();
     assert!(held <= 2 * STALLED * NARROW as usize, "{held}");
     let (_, other) = server.ask(&upstream, "/10000000/10000").await.expect("a head");
     assert_eq!(read_whole(other).await.expect("an answer"), 10_000_000);
@@ -194,7 +194,7 @@ async fn a_connection_that_takes_no_more_streams_has_another_beside_it() {
     }
     // Of those without a stream one is kept.
     let (_, answer) = server.ask(&upstream, "/1/1").await.expect("a head");
-    assert_eq!((lock(&upstream.open).len(), server.connections.load(Ordering::Relaxed)), (1, 3));
+    assert_eq!((upstream.open.lock().len(), server.connections.load(Ordering::Relaxed)), (1, 3));
     drop(answer);
     let none = Server::new(|builder| builder.max_concurrent_streams(0));
     let error = none.ask(&narrow(), "/1/1").await.expect_err("no stream");
@@ -262,7 +262,7 @@ fn clients_that_go_at_once_end_no_other_stream() {
         assert_eq!(read_whole(other).await.expect("an answer"), 1_000_000);
         // They are taken back then.
         let until = Instant::now() + Duration::from_secs(20);
-        while lock(&upstream.open).iter().any(|one| one.state.streams.load(Ordering::Relaxed) > 0) {
+        while upstream.open.lock().iter().any(|one| one.state.streams.load(Ordering::Relaxed) > 0) {
             assert!(Instant::now() < until, "streams of clients that are gone stay");
             sleep(Duration::from_millis(50)).await;
         }

@@ -11,11 +11,12 @@ mod server;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use parking_lot::Mutex;
 
 pub use mounted::Mounted;
 
@@ -137,14 +138,10 @@ impl Rack {
         self.dir.join(format!("disk-{disk}"))
     }
 
-    fn disks(&self) -> MutexGuard<'_, Vec<VolatileDisk>> {
-        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes the power away from a disk while it is in use, in a copy: the number of the disk that the next
     /// boot finds, and what it lost. The original goes on.
     pub fn cut(&self, disk: usize, random: &mut Rng) -> (usize, String) {
-        let mut disks = self.disks();
+        let mut disks = self.disks.lock();
         let (found, story) = disks[disk].cut(random);
         disks.push(found);
         (disks.len() - 1, story)
@@ -153,14 +150,14 @@ impl Rack {
     /// Waits until a disk has this number of sectors in its cache, or for as long as `patience` says.
     pub fn wait_for_writes(&self, disk: usize, sectors: usize, patience: Duration) {
         let deadline = Instant::now() + patience;
-        while self.disks()[disk].cache.len() < sectors && Instant::now() < deadline {
+        while self.disks.lock()[disk].cache.len() < sectors && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(50));
         }
     }
 
     /// Frees the memory of a disk that is not needed any more.
     pub fn scrap(&self, disk: usize) {
-        let disk = &mut self.disks()[disk];
+        let disk = &mut self.disks.lock()[disk];
         *disk = VolatileDisk::new(disk.size, Pages::default());
     }
 }

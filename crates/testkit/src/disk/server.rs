@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -11,6 +11,7 @@ use fuser::{
     MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite,
     Request, Session, WriteFlags,
 };
+use parking_lot::Mutex;
 
 use super::{PAGE, VolatileDisk, page_of};
 
@@ -54,7 +55,7 @@ struct Server(Arc<Mutex<Vec<VolatileDisk>>>);
 impl Server {
     fn with<T>(&self, inode: INodeNo, work: impl FnOnce(&mut VolatileDisk) -> T) -> Result<T, Errno> {
         let index = inode.0.checked_sub(2).ok_or(Errno::EISDIR)? as usize;
-        let mut disks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut disks = self.0.lock();
         disks.get_mut(index).map(work).ok_or(Errno::ENOENT)
     }
 

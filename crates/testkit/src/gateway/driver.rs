@@ -2,11 +2,12 @@
 //! would have to be slow, endless or broken on demand; `community` uses the real one.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::plugin::{self, Asked, Messages, Metadata, Served};
 use futures_util::{StreamExt, stream};
+use parking_lot::Mutex;
 use proto::*;
 use tonic::{Code, Status};
 
@@ -55,7 +56,7 @@ struct OpenStream(Arc<Seen>);
 
 impl Drop for OpenStream {
     fn drop(&mut self) {
-        *self.0.open.lock().unwrap() -= 1;
+        *self.0.open.lock() -= 1;
     }
 }
 
@@ -85,14 +86,14 @@ fn paced(offset: i64, end: i64) -> Messages<GetMetadataAllocatedResponse> {
 
 fn answer(seen: &Arc<Seen>, Asked { is_delta, request, timeout }: Asked) -> plugin::Answer {
     let asked = if is_delta { &seen.deltas } else { &seen.allocated };
-    asked.lock().unwrap().push(request.clone());
+    asked.lock().push(request.clone());
     // A base that is unknown here too, as after its time is over.
     if request.base_snapshot_id == "forgotten" {
         return Err(Status::not_found("snapshot forgotten does not exist"));
     }
     let (handle, offset) = (&request.target_snapshot_id, request.starting_offset);
-    seen.timeouts.lock().unwrap().push(timeout);
-    *seen.open.lock().unwrap() += 1;
+    seen.timeouts.lock().push(timeout);
+    *seen.open.lock() += 1;
     let open = OpenStream(seen.clone());
     let holding = move |messages: Messages<GetMetadataAllocatedResponse>| -> Messages<_> {
         Box::pin(messages.map(move |message| {

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::sys::loopdev::LoopDevice;
 use base::Counter;
@@ -49,7 +50,7 @@ impl Counter for Writers {
     /// A number that differs from the last call's if anything was written since; with many devices a write may show only
     /// some calls later.
     fn count(&self) -> u64 {
-        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut devices = self.devices.lock();
         let (devices, list_again) = &mut *devices;
         if list_again.is_none_or(|due| Instant::now() >= due) {
             let started = Instant::now();

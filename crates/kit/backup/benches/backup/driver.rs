@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use futures_util::{StreamExt, stream};
+use parking_lot::{Mutex, MutexGuard};
 use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
 use testkit::plugin::{Asked, Metadata, Served};
 use tonic::Status;
@@ -26,7 +27,7 @@ pub struct Driver {
 }
 
 fn lock(answers: &Mutex<Answers>) -> MutexGuard<'_, Answers> {
-    answers.lock().unwrap_or_else(PoisonError::into_inner)
+    answers.lock()
 }
 
 fn tuples(ranges: &[Range<u64>]) -> Vec<BlockMetadata> {

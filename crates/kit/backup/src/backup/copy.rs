@@ -1,10 +1,12 @@
 //! Reads what is listed, compresses and stores it, and writes the index last. The threads of a backup are here.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use base::{ByteRange, Stop};
 use files::AlignedBuffer;
@@ -272,7 +274,7 @@ impl<'r> Run<'r> {
             Err(error) => return self.state.fail(error),
         };
         loop {
-            let order = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let order = queue.lock().recv();
             let Ok((work, read)) = order else { return };
             let done = match self.state.is_over() {
                 true => Err(Error::Stopped),
@@ -320,7 +322,7 @@ impl<'r> Run<'r> {
             chunk,
             skip: 0,
         });
-        work.extents.lock().unwrap_or_else(PoisonError::into_inner).extend(extents);
+        work.extents.lock().extend(extents);
         self.progress.at(offset + length, length);
         Ok(())
     }
@@ -331,7 +333,7 @@ impl<'r> Run<'r> {
         if work.is_cut.into_inner() {
             return Ok(());
         }
-        let mut extents = work.extents.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut extents = work.extents.into_inner();
         extents.sort_unstable_by_key(|extent| extent.start);
         let mut segment = match (self.base, work.base) {
             (Some(index), Some(base)) => self.writer.read(&index.packs, base)?,

@@ -1,7 +1,8 @@
 //! What the threads of a backup tell each other: which segments are done, and why all end.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use base::Stop;
 
@@ -21,7 +22,7 @@ impl<'r> State<'r> {
 
     /// Ends all threads. The first error is the one that the backup ends with.
     pub fn fail(&self, error: Error) {
-        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.error.lock().get_or_insert(error);
         self.give_up();
     }
 
@@ -31,7 +32,7 @@ impl<'r> State<'r> {
     }
 
     pub fn error(&self) -> Option<Error> {
-        self.error.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.error.lock().take()
     }
 
     /// Whether all are to end.
@@ -41,14 +42,14 @@ impl<'r> State<'r> {
 
     /// The segments that are done: the writer has their maps and data.
     pub fn done(&self) -> Vec<u32> {
-        self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.done.lock().clone()
     }
 
     pub fn segment_is_done(&self, number: u32) {
-        self.done.lock().unwrap_or_else(PoisonError::into_inner).push(number);
+        self.done.lock().push(number);
     }
 
     pub fn into_done(self) -> Vec<u32> {
-        self.done.into_inner().unwrap_or_else(PoisonError::into_inner)
+        self.done.into_inner()
     }
 }

@@ -8,7 +8,6 @@
 
 mod objects;
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use base::Stop;
@@ -16,6 +15,7 @@ use kube::api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, Pos
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::arguments::{Cluster, RunArguments};
@@ -210,7 +210,7 @@ impl Run<'_> {
         object["metadata"]["annotations"][OF_RUN] = json!(self.id);
         let object = serde_json::from_value(object)
             .map_err(|error| Error::refused(format!("{} {name}: {error}", kind.2)))?;
-        let created = || self.created.lock().unwrap_or_else(PoisonError::into_inner);
+        let created = || self.created.lock();
         created().push((kind, name.clone()));
         let objects = self.objects(kind);
         let make = async || objects.create(&PostParams::default(), &object).await;
@@ -321,7 +321,7 @@ impl Run<'_> {
     /// Removes the pod, the temporary claim, and the snapshots that are no base.
     async fn clean_up(&self, snapshot: &str, made: Option<&Made>) -> Result<()> {
         let is_base = made.is_some_and(|made| made.needs_snapshot);
-        let created = std::mem::take(&mut *self.created.lock().unwrap_or_else(PoisonError::into_inner));
+        let created = std::mem::take(&mut *self.created.lock());
         let mut done = Ok(());
         for (kind, name) in created.into_iter().rev() {
             let stays = kind == SNAPSHOTS && (is_base || self.arguments.keep_snapshot);

@@ -13,12 +13,13 @@
 
 use std::fs::{File, TryLockError};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use base::Stop;
 use nix::time::{ClockId, clock_gettime};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::MAX_NOTE;
@@ -293,13 +294,9 @@ struct Held {
 }
 
 impl Held {
-    fn written(&self) -> MutexGuard<'_, Duration> {
-        self.written.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// How long it was not written.
     fn age(&self) -> Duration {
-        now().saturating_sub(*self.written())
+        now().saturating_sub(*self.written.lock())
     }
 
     /// Stops all work that relies on the lock.
@@ -319,12 +316,12 @@ impl Held {
     /// Writes it anew. It is looked at before whether that comes too late: others may have removed it already, and in its
     /// place there may be none.
     fn renew(&self) -> Result<()> {
-        let _one = self.renewing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.renewing.lock();
         self.check()?;
         let begun = now();
         let left = self.times.lost.saturating_sub(self.age());
         match self.store.rewrite(&self.name, &self.bytes, left) {
-            Ok(true) => *self.written() = begun,
+            Ok(true) => *self.written.lock() = begun,
             Ok(false) => self.lose(format!("another command, or a person, has removed {}", self.name)),
             Err(error) => {
                 self.check()?;

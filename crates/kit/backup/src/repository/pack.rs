@@ -11,10 +11,11 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use files::AlignedBuffer;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -247,11 +248,7 @@ impl Compressor {
 #[derive(Clone, Debug, Default)]
 pub struct Spare(Arc<Mutex<Vec<AlignedBuffer>>>);
 
-impl Spare {
-    fn buffers(&self) -> MutexGuard<'_, Vec<AlignedBuffer>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl Spare {}
 
 /// Memory that goes back when it is dropped.
 struct Lent {
@@ -267,7 +264,7 @@ impl AsRef<[u8]> for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        self.to.buffers().push(std::mem::take(&mut self.bytes));
+        self.to.0.lock().push(std::mem::take(&mut self.bytes));
     }
 }
 
@@ -285,7 +282,7 @@ impl OpenPack {
     /// An empty one.
     pub fn new(spare: &Spare) -> Self {
         // What is not written to takes no memory.
-        let bytes = spare.buffers().pop().unwrap_or_else(|| AlignedBuffer::new(PACK + MAX_CHUNK));
+        let bytes = spare.0.lock().pop().unwrap_or_else(|| AlignedBuffer::new(PACK + MAX_CHUNK));
         OpenPack { bytes, length: 0, table: Vec::new(), spare: spare.clone() }
     }
 

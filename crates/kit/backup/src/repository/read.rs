@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use files::AlignedBuffer;
@@ -58,12 +58,11 @@ pub type Parts = VecDeque<Part>;
 impl Repository {
     /// The table of a pack.
     pub fn table(&self, pack: &PackRef) -> Result<Arc<Vec<Row>>> {
-        let lock = || self.tables.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(table) = lock().get(&pack.id) {
+        if let Some(table) = self.tables.lock().get(&pack.id) {
             return Ok(table.clone());
         }
         let table = Arc::new(read_table(pack, &self.store.get_range(&pack_name(pack), pack.table())?)?);
-        let mut tables = lock();
+        let mut tables = self.tables.lock();
         if tables.values().map(|table| table.len()).sum::<usize>() > REMEMBERED_ROWS {
             tables.clear();
         }
@@ -82,8 +81,7 @@ impl Repository {
 
     /// Bytes of a pack. Those behind them are read with them and kept for the next calls.
     fn part(&self, pack: &PackRef, range: Range<u64>) -> Result<Bytes> {
-        let lock = || self.parts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(bytes) = lock().iter().find_map(|part| part.slice(pack, &range)) {
+        if let Some(bytes) = self.parts.lock().iter().find_map(|part| part.slice(pack, &range)) {
             return Ok(bytes);
         }
         let (name, start) = (pack_name(pack), range.start);
@@ -94,7 +92,7 @@ impl Repository {
             bytes => bytes?,
         };
         let wanted = bytes.slice(..(range.end - start) as usize);
-        let mut parts = lock();
+        let mut parts = self.parts.lock();
         parts.truncate(REMEMBERED_PARTS - 1);
         parts.push_front(Part { pack: pack.id, start, bytes });
         Ok(wanted)

@@ -3,9 +3,9 @@
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use base::Stop;
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::index::{self, envelope};
@@ -285,12 +285,12 @@ fn read_packs(
                     let read = stop.check().map_err(Error::from).and_then(|()| read_pack(repository, of));
                     match read {
                         Ok(found) => {
-                            let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
+                            let mut broken = broken.lock();
                             broken.unused += found.unused;
                             broken.chunks.extend(found.chunks);
                         }
                         Err(error) => {
-                            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                            failed.lock().get_or_insert(error);
                             next.store(packs.len(), Ordering::Relaxed);
                         }
                     }
@@ -299,9 +299,9 @@ fn read_packs(
             });
         }
     });
-    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    match failed.into_inner() {
         Some(error) => Err(error),
-        None => Ok(broken.into_inner().unwrap_or_else(PoisonError::into_inner)),
+        None => Ok(broken.into_inner()),
     }
 }
 

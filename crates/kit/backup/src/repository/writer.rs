@@ -2,8 +2,9 @@
 //! name. What is written is of no use to anybody before an index names it.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
@@ -44,11 +45,7 @@ struct State {
     added: u64,
 }
 
-impl State {
-    fn in_flight(&self) -> MutexGuard<'_, HashSet<[u8; 32]>> {
-        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl State {}
 
 /// What a writer has written, with packs that are in use alone.
 pub struct Written {
@@ -71,13 +68,9 @@ impl<'r> Writer<'r> {
         writer
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Names a segment as another index has it.
     pub fn keep(&self, packs: &[PackRef], segment: &SegmentRef) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let mut place = |of: &u32| state.packs.intern(packs[*of as usize]);
         let kept = SegmentRef {
             pack: place(&segment.pack),
@@ -90,7 +83,7 @@ impl<'r> Writer<'r> {
     /// Adds chunks of data that lie side by side in the volume, and so in a pack as far as it has room: of each its pack and
     /// number.
     pub fn chunks(&self, chunks: &[Chunk<'_>]) -> Result<Vec<(u32, u32)>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let mut places = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let State { packs, data, spare, .. } = &mut *state;
@@ -106,7 +99,7 @@ impl<'r> Writer<'r> {
     /// Reads the map of a segment of another index, with places of this writer.
     pub fn read(&self, packs: &[PackRef], segment: &SegmentRef) -> Result<Segment> {
         let bytes = self.repository.chunk(&packs[segment.pack as usize], segment.chunk)?;
-        Segment::decode(&bytes, &mut self.state().packs)
+        Segment::decode(&bytes, &mut self.state.lock().packs)
     }
 
     /// Adds the map of a segment; one without data is none.
@@ -114,7 +107,7 @@ impl<'r> Writer<'r> {
         if segment.extents.is_empty() {
             return Ok(());
         }
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if segment.packs().iter().all(|pack| state.packs.is_filled(*pack)) {
             return self.write_maps(&mut state, vec![(number, segment)]);
         }
@@ -128,7 +121,7 @@ impl<'r> Writer<'r> {
 
     /// The name of a pack that is closed.
     pub fn id(&self, place: u32) -> Option<[u8; 32]> {
-        let state = self.state();
+        let state = self.state.lock();
         state.packs.is_filled(place).then(|| state.packs.get(place).id)
     }
 
@@ -190,12 +183,12 @@ impl<'r> Writer<'r> {
         state.added += u64::from(pack.bytes);
         let permit = store.runtime().block_on(self.permits.clone().acquire_owned());
         let of = store.clone();
-        state.in_flight().insert(pack.id);
+        state.in_flight.lock().insert(pack.id);
         let in_flight = state.in_flight.clone();
         let send = async move {
             let _permit = permit;
             of.put(&pack_name(&pack), parts.to_vec()).await?;
-            in_flight.lock().unwrap_or_else(PoisonError::into_inner).remove(&pack.id);
+            in_flight.lock().remove(&pack.id);
             Ok(())
         };
         state.sent.push(store.runtime().spawn(send));
@@ -204,15 +197,15 @@ impl<'r> Writer<'r> {
 
     /// Closes what is open, so that all that was added until now becomes durable.
     pub fn flush(&self) -> Result<()> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         self.close_data(&mut state)?;
         self.close_maps(&mut state)
     }
 
     /// What is durable by now, and the numbers of the segments that are not.
     pub fn durable(&self) -> (Written, HashSet<u32>) {
-        let state = self.state();
-        let in_flight = state.in_flight();
+        let state = self.state.lock();
+        let in_flight = state.in_flight.lock();
         let is_durable =
             |pack: &u32| state.packs.is_filled(*pack) && !in_flight.contains(&state.packs.get(*pack).id);
         let (durable, others): (Vec<_>, Vec<_>) =
@@ -225,7 +218,7 @@ impl<'r> Writer<'r> {
     /// Closes everything and waits until all of it is durable.
     pub fn finish(self) -> Result<Written> {
         self.flush()?;
-        let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.into_inner();
         let mut first = Ok(());
         for task in state.sent.drain(..) {
             let done = self.repository.store.runtime().block_on(task).map_err(ended).flatten();

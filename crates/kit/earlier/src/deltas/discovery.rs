@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine;
@@ -11,6 +11,7 @@ use base64::engine::general_purpose::STANDARD;
 use k8s_openapi::ClusterResourceScope;
 use kube::api::{ListParams, Patch, PatchParams};
 use kube::{Api, Client, Resource};
+use parking_lot::Mutex;
 use reqwest::{Method, StatusCode, Url};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -167,7 +168,7 @@ pub struct Callers {
 impl Callers {
     fn client(&self, config: &ClientConfig) -> Result<reqwest::Client, Error> {
         // Nothing panics while it holds the lock.
-        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clients = self.clients.lock();
         if let Some(client) = clients.get(&config.ca_bundle) {
             return Ok(client.clone());
         }

@@ -1,7 +1,7 @@
 //! Keeps the status of every DifferentialSnapshot true: whether it can be asked about, and where. The elected replica does.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -11,6 +11,7 @@ use kube::runtime::controller::Action;
 use kube::runtime::reflector::ObjectRef;
 use kube::runtime::watcher;
 use kube::{Api, Client, Resource};
+use parking_lot::Mutex;
 use serde_json::json;
 use serve::questions::ask;
 use serve::snapshots::ApiSnapshot;
@@ -142,9 +143,9 @@ impl Controller {
     }
 }
 
-fn locked(waiting: &Waiting) -> std::sync::MutexGuard<'_, HashMap<String, (i64, Instant)>> {
+fn locked(waiting: &Waiting) -> parking_lot::MutexGuard<'_, HashMap<String, (i64, Instant)>> {
     // Nothing panics while it holds the lock.
-    waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    waiting.lock()
 }
 
 fn failed(error: String) -> State {

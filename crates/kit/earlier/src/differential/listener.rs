@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
@@ -14,6 +14,7 @@ use axum::{Extension, Json, Router};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kube::{Api, Client};
+use parking_lot::Mutex;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::differential::{DifferentialSnapshotRequest, DifferentialSnapshotResponse};
 use serde::{Deserialize, Serialize};
@@ -61,7 +62,7 @@ struct OfUser<'l> {
 
 impl Drop for OfUser<'_> {
     fn drop(&mut self) {
-        let mut under_way = self.listener.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = self.listener.under_way.lock();
         if let Entry::Occupied(mut own) = under_way.entry(std::mem::take(&mut self.user)) {
             *own.get_mut() -= 1;
             if *own.get() == 0 {
@@ -152,7 +153,7 @@ async fn page(
 impl Listener {
     /// One user does not take all places of the others.
     fn enter(&self, user: &str) -> Result<OfUser<'_>, Status> {
-        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = self.under_way.lock();
         let own = under_way.entry(user.to_owned()).or_default();
         if *own >= self.each {
             let message = format!("this user has {own} requests under way, which is the most: try again");

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, TryStreamExt};
@@ -11,6 +11,7 @@ use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Resource};
 use metrics::gauge;
+use parking_lot::{Mutex, RwLock};
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
@@ -127,10 +128,10 @@ impl Objects {
     /// unreachable for all replicas, this takes none of them out of the Service, which cannot change then. It takes out a replica
     /// that alone is cut off.
     pub fn missing(&self) -> Option<&'static str> {
-        if !self.read().is_complete(self.with_audience) {
+        if !self.tables.read().is_complete(self.with_audience) {
             return Some("the VolumeSnapshots are not listed yet");
         }
-        let answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        let answered = self.answered.lock();
         let is_stale = answered.values().any(|at| at.elapsed() >= STALE);
         is_stale.then_some("the Kubernetes API server has not answered a watch for 90 seconds")
     }
@@ -138,15 +139,12 @@ impl Objects {
     fn note_answer(&self, plural: &str) {
         let now = jiff::Timestamp::now().as_second();
         gauge!("deltapath_gateway_watch_answered_seconds", "objects" => plural.to_owned()).set(now as f64);
-        self.answered
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(plural.to_owned(), Instant::now());
+        self.answered.lock().insert(plural.to_owned(), Instant::now());
     }
 
     /// A snapshot and the content that its status names, as far as they are known.
     pub fn snapshot(&self, name: &SnapshotName) -> (Option<Snapshot>, Option<Content>) {
-        let tables = self.read();
+        let tables = self.tables.read();
         let snapshot = tables.snapshots.known.get(name).cloned();
         let content = snapshot.as_ref().and_then(|snapshot| snapshot.content.as_ref());
         let content = content.and_then(|content| tables.contents.known.get(content)).cloned();
@@ -155,24 +153,19 @@ impl Objects {
 
     /// This driver's contents with that handle.
     pub fn with_handle(&self, handle: &str) -> Vec<Content> {
-        let tables = self.read();
+        let tables = self.tables.read();
         let names = tables.by_handle.get(handle).into_iter().flatten();
         names.filter_map(|name| tables.contents.known.get(name).cloned()).collect()
     }
 
     /// The parameters of a class of this driver.
     pub fn class(&self, name: &str) -> Option<Class> {
-        self.read().classes.known.get(name).cloned()
+        self.tables.read().classes.known.get(name).cloned()
     }
 
     /// The audience in the SnapshotMetadataService object of that name.
     pub fn audience(&self, name: &str) -> Option<String> {
-        self.read().audience.known.get(name).filter(|audience| !audience.is_empty()).cloned()
-    }
-
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
-        // Nothing panics while it holds the lock for writing; a table is whole at any time.
-        self.tables.read().unwrap_or_else(PoisonError::into_inner)
+        self.tables.read().audience.known.get(name).filter(|audience| !audience.is_empty()).cloned()
     }
 }
 
@@ -256,7 +249,7 @@ impl Watches<'_> {
                 if matches!(event, Event::InitDone) {
                     tracing::info!(objects = plural, "listed");
                 }
-                take(&mut objects.tables.write().unwrap_or_else(PoisonError::into_inner), event);
+                take(&mut objects.tables.write(), event);
             }
         });
     }

@@ -418,7 +418,7 @@ pub async fn run_needs_no_snapshot_where_its_handle_is_enough(world: World) {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&made["kind"], &made["snapshot"]), (&json!("incremental"), &json!("plain-2")), "{made}");
-    let delta = driver.seen.deltas.lock().unwrap().pop().expect("a delta");
+    let delta = driver.seen.deltas.lock().pop().expect("a delta");
     assert_eq!((delta.base_snapshot_id.as_str(), delta.target_snapshot_id.as_str()), ("plain-1", "plain-2"));
     restores(&world, &account, MESSAGES).await;
     cluster.step().await;

@@ -108,7 +108,7 @@ pub async fn first_gateway(world: &World, config: &Path) -> Gateway {
 }
 
 async fn asked(driver: &Driver, times: usize) {
-    eventually("the driver is asked", async || driver.seen.allocated.lock().unwrap().len() >= times).await;
+    eventually("the driver is asked", async || driver.seen.allocated.lock().len() >= times).await;
     // Some messages: there are sixty, 30 ms apart.
     tokio::time::sleep(Duration::from_millis(200)).await;
 }
@@ -144,13 +144,13 @@ pub async fn a_backup_outlives_new_tokens_authorities_and_drivers(world: World) 
     publish(&world, &second).await;
     asked(&driver, 2).await;
     let offsets: Vec<i64> =
-        driver.seen.allocated.lock().unwrap().iter().map(|request| request.starting_offset).collect();
+        driver.seen.allocated.lock().iter().map(|request| request.starting_offset).collect();
     assert!(offsets[0] == 0 && offsets[1] > 0, "it goes on where it was: {offsets:?}");
     drop(driver);
     let driver = Driver::start(&world.driver, &world.socket());
     let output = ended(running).await;
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(driver.seen.allocated.lock().unwrap()[0].starting_offset > offsets[1], "the driver goes on");
+    assert!(driver.seen.allocated.lock()[0].starting_offset > offsets[1], "the driver goes on");
     let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(made["snapshot"], "steady-1", "the handle is the base of the next one");
     assert_eq!(made["listed"].as_i64(), Some(STEADY_MESSAGES * TUPLES * 4096));
@@ -166,7 +166,7 @@ pub async fn a_backup_outlives_new_tokens_authorities_and_drivers(world: World) 
     command.args(["--namespace", &ns, "--snapshot", "tuesday", "--device", arg(&device)]);
     let made = ok(command).await;
     assert_eq!(made["kind"], "incremental");
-    let delta = driver.seen.deltas.lock().unwrap().pop().expect("a delta");
+    let delta = driver.seen.deltas.lock().pop().expect("a delta");
     assert_eq!(delta.base_snapshot_id, "steady-1");
     restores(&world, &account, STEADY_MESSAGES).await;
 }

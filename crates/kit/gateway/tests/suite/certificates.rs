@@ -289,7 +289,7 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     }
     // Each was one stream all along.
     {
-        let asked = driver.seen.allocated.lock().unwrap();
+        let asked = driver.seen.allocated.lock();
         assert_eq!(asked.iter().filter(|request| request.target_snapshot_id == "paced-1").count(), 2);
     }
     watched.finish().await;

@@ -307,7 +307,7 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
     }
     // 1. Another tenant's base is passed to the driver.
     assert_eq!(code(&client.delta(&token, &ns, "plain-3", "second").await), Code::Ok);
-    let asked = driver.seen.deltas.lock().unwrap().pop().map(|request| request.base_snapshot_id);
+    let asked = driver.seen.deltas.lock().pop().map(|request| request.base_snapshot_id);
     assert_eq!(asked.as_deref(), Some("plain-3"));
     // 2. A content that belongs to another VolumeSnapshot is read.
     assert_eq!(code(&client.allocated(&token, &ns, "stolen").await), Code::Ok);

@@ -178,7 +178,7 @@ pub async fn requests_of_both_calls_get_the_right_code(world: World) {
     assert!(gateway.running.is_alive());
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "monday").await), Code::Ok);
-    let (allocated, deltas) = (driver.seen.allocated.lock().unwrap(), driver.seen.deltas.lock().unwrap());
+    let (allocated, deltas) = (driver.seen.allocated.lock(), driver.seen.deltas.lock());
     assert!(
         allocated.iter().all(|request| request.target_snapshot_id == "plain-1")
             && deltas.iter().all(|request| request.target_snapshot_id == "plain-1"),

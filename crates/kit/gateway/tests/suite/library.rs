@@ -136,7 +136,7 @@ pub async fn a_client_finds_all_it_needs(world: World) {
     assert_eq!(rest(blocks).await, listed(MESSAGES));
     let delta = client.delta(&base, "tuesday").await.expect("a delta");
     assert_eq!(rest(delta).await, listed(MESSAGES));
-    let asked = driver.seen.deltas.lock().unwrap().pop().expect("a request");
+    let asked = driver.seen.deltas.lock().pop().expect("a request");
     assert_eq!((asked.base_snapshot_id.as_str(), asked.target_snapshot_id.as_str()), ("plain-1", "plain-2"));
     // Whose token it was.
     let user = json!(format!("system:serviceaccount:{ns}:backup"));
@@ -258,8 +258,7 @@ pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(wor
     let (got, resumed) = reading.await.expect("no panic");
     assert_eq!(got, listed(STEADY_MESSAGES));
     assert!(resumed >= 1);
-    let offsets: Vec<i64> =
-        driver.seen.deltas.lock().unwrap().iter().map(|request| request.starting_offset).collect();
+    let offsets: Vec<i64> = driver.seen.deltas.lock().iter().map(|request| request.starting_offset).collect();
     assert!(offsets.len() == 2 && offsets[0] == 0 && offsets[1] >= 999 * 8192 + 4096, "{offsets:?}");
 }
 

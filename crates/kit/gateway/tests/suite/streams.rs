@@ -48,7 +48,7 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
         }
     }
     assert_eq!(numbers, MESSAGES * TUPLES);
-    let asked = driver.seen.allocated.lock().unwrap().pop().expect("a request");
+    let asked = driver.seen.allocated.lock().pop().expect("a request");
     assert_eq!((asked.starting_offset, asked.max_results), (77, 5));
     let (messages, tuples) = client.delta(&token, ns, "deleted", "snapshot").await.expect("a delta");
     assert_eq!((messages as i64, tuples.len() as i64), (MESSAGES, MESSAGES * TUPLES));
@@ -65,7 +65,7 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
         };
         assert_eq!(client.0.get_metadata_allocated(request).await.expect_err("refused").code(), expected);
     }
-    assert!(driver.seen.allocated.lock().unwrap().is_empty());
+    assert!(driver.seen.allocated.lock().is_empty());
 }
 
 pub async fn the_drivers_own_codes_and_messages_pass(world: World) {
@@ -126,8 +126,7 @@ pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: Wor
         assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok);
     }
     eventually("stalled streams are ended", async || {
-        *driver.seen.open.lock().unwrap() <= 2
-            && gateway.metric("deltapath_gateway_open_streams").await <= 2.0
+        *driver.seen.open.lock() <= 2 && gateway.metric("deltapath_gateway_open_streams").await <= 2.0
     })
     .await;
     let grown = gateway.memory().saturating_sub(before);
@@ -159,7 +158,7 @@ pub async fn cancel_and_deadline_reach_the_driver(world: World) {
     world.snapshot(&ns, "endless", "endless-1").await;
     let gateway = world.gateway(&[]).await;
     let mut client = gateway.client().await;
-    let open_now = || *driver.seen.open.lock().unwrap();
+    let open_now = || *driver.seen.open.lock();
     for name in ["snapshot", "endless"] {
         // The client goes, before or after the first message.
         let mut stream = open(&mut client, &token, &ns, name).await.expect("a stream");
@@ -171,7 +170,7 @@ pub async fn cancel_and_deadline_reach_the_driver(world: World) {
     }
     // A deadline that passes in the middle, and one that passes before the first message.
     for (millis, first) in [(1800, true), (300, false)] {
-        driver.seen.timeouts.lock().unwrap().clear();
+        driver.seen.timeouts.lock().clear();
         let mut request = Request::new(about(&token, &ns, "snapshot"));
         request.set_timeout(Duration::from_millis(millis));
         let outcome = async {
@@ -183,7 +182,7 @@ pub async fn cancel_and_deadline_reach_the_driver(world: World) {
         let status = outcome.await.expect_err("the deadline passes");
         assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?} {first}");
         eventually("the driver's stream is ended", async || open_now() == 0).await;
-        let given = driver.seen.timeouts.lock().unwrap().pop().expect("a timeout");
+        let given = driver.seen.timeouts.lock().pop().expect("a timeout");
         let left: u64 = given.trim_end_matches('m').parse().unwrap_or_else(|_| panic!("{given:?}"));
         assert!(left > 0 && left <= millis, "the driver was given {given} of {millis} ms");
     }
@@ -210,14 +209,14 @@ pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
     assert!(refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams)"), "{refused:?}");
     // A client that has used up its own streams gets that error, however many the others have left.
     streams.drain(2..).for_each(drop);
-    eventually("their places are free", async || *driver.seen.open.lock().unwrap() == 2).await;
+    eventually("their places are free", async || *driver.seen.open.lock() == 2).await;
     let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
     assert!(
         refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams-per-client"),
         "{refused:?}"
     );
     streams.clear();
-    eventually("all places are free", async || *driver.seen.open.lock().unwrap() == 0).await;
+    eventually("all places are free", async || *driver.seen.open.lock() == 0).await;
     assert!(open(&mut client, &token, &ns, "snapshot").await.is_ok());
 }
 
@@ -300,11 +299,11 @@ pub async fn a_client_that_is_gone_without_a_word_is_noticed(world: World) {
     let mut client = Client::connect(port, HOST, ca).await.expect("connect");
     let mut stream = open(&mut client, &token, &world.namespace, "snapshot").await.expect("a stream");
     assert!(stream.message().await.expect("a message").is_some());
-    assert_eq!(*driver.seen.open.lock().unwrap(), 1);
+    assert_eq!(*driver.seen.open.lock(), 1);
     stop.send(()).expect("the relay works");
     let held = relay.await.expect("the relay");
     let deadline = Instant::now() + Duration::from_secs(180);
-    while *driver.seen.open.lock().unwrap() > 0 {
+    while *driver.seen.open.lock() > 0 {
         assert!(Instant::now() < deadline, "the driver still works for a client that is gone");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
@@ -339,7 +338,7 @@ pub async fn a_stop_lets_streams_end(world: World) {
     drop(client);
     assert_eq!(gateway.running.ended().await, Some(0));
     // The driver learns of it a moment later.
-    eventually("the driver's stream ends", async || *driver.seen.open.lock().unwrap() == 0).await;
+    eventually("the driver's stream ends", async || *driver.seen.open.lock() == 0).await;
     // And where a client does not end its stream, the time is over at some point.
     let config = world.gateway_kubeconfig("second-gateway").await;
     let files = crate::world::Files::make(world.dir.path());

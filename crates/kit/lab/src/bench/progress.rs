@@ -1,10 +1,10 @@
 //! How far the measurements are, on standard error: a bar on a terminal, a line every few seconds elsewhere.
 
 use std::io::IsTerminal;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 
 /// Between two lines.
 const EVERY: Duration = Duration::from_secs(10);
@@ -63,7 +63,7 @@ impl Progress {
     }
 
     fn with(&self, work: impl FnOnce(&mut State)) {
-        work(&mut self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        work(&mut self.state.lock());
     }
 
     /// Gives the line of the terminal back.

@@ -2,8 +2,9 @@
 //! makes the thing: a call that was cut short may have made it.
 
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
 
 /// A thing that was made, or may have been.
 #[derive(Clone, Debug)]
@@ -45,7 +46,7 @@ impl Ledger {
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut Vec<Made>) -> T) -> T {
-        work(&mut self.made.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+        work(&mut self.made.lock())
     }
 
     pub fn push(&self, made: Made) {

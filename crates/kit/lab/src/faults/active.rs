@@ -1,7 +1,8 @@
 //! The faults that are on, and which of them a call meets. They may change while calls are made.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::catalog::Kind;
@@ -64,42 +65,38 @@ impl Active {
         active
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn add(&self, specs: Vec<Spec>) -> Vec<Row> {
-        self.inner().add(specs)
+        self.inner.lock().add(specs)
     }
 
     /// Turns all others off, at once.
     pub fn replace(&self, specs: Vec<Spec>) -> Vec<Row> {
-        let mut inner = self.inner();
+        let mut inner = self.inner.lock();
         inner.armed.clear();
         inner.add(specs)
     }
 
     /// Takes one away; false where there is none of that number.
     pub fn remove(&self, id: u64) -> bool {
-        let mut inner = self.inner();
+        let mut inner = self.inner.lock();
         let before = inner.armed.len();
         inner.armed.retain(|armed| armed.id != id);
         inner.armed.len() < before
     }
 
     pub fn rows(&self) -> Vec<Row> {
-        self.inner().armed.iter().map(row).collect()
+        self.inner.lock().armed.iter().map(row).collect()
     }
 
     /// Whether a fault of that kind is on; for those that are no call's.
     pub fn has(&self, kind: Kind) -> bool {
-        self.inner().armed.iter().any(|armed| armed.spec.entry.kind == kind)
+        self.inner.lock().armed.iter().any(|armed| armed.spec.entry.kind == kind)
     }
 
     /// The faults that a call meets, in the order in which they were turned on.
     pub fn meets(&self, asked: &Asked) -> Vec<Arc<Spec>> {
         let mut met = Vec::new();
-        for armed in &mut self.inner().armed {
+        for armed in &mut self.inner.lock().armed {
             if !is_about(&armed.spec, asked) {
                 continue;
             }

@@ -2,9 +2,10 @@
 //! that. It is noted whether a fault is on or not, for one may be turned on later.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 use proto::*;
 use serve::relay::unframe;
 
@@ -62,7 +63,7 @@ pub(super) struct Seen(Arc<Mutex<Facts>>);
 
 impl Seen {
     pub fn facts(&self) -> MutexGuard<'_, Facts> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// A stream that is open until it is dropped.

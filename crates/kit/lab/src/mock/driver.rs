@@ -1,9 +1,10 @@
 //! The driver in memory: volumes, snapshots and groups come and go. Ids are names, so a test knows them beforehand.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::{Mutex, MutexGuard};
 use proto::*;
 use tonic::Status;
 
@@ -48,7 +49,7 @@ impl Driver {
     }
 
     pub fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub fn create_volume(&self, request: CreateVolumeRequest) -> Result<CreateVolumeResponse, Status> {

@@ -10,11 +10,12 @@ mod twice;
 mod volumes;
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use base::DataDirKey;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use prost::Message;
 use serve::relay::frame_bytes;
 use serve::streams::Streams;

@@ -1,6 +1,6 @@
 //! Names of objects in the whole cluster: held while an object of one is made, and looked for on all nodes.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use base::DataDirKey;
@@ -22,7 +22,7 @@ pub(super) struct HeldName<'r> {
 
 impl Drop for HeldName<'_> {
     fn drop(&mut self) {
-        self.router.names.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
+        self.router.names.lock().remove(&self.name);
     }
 }
 
@@ -77,7 +77,7 @@ impl Router {
     /// Until what is returned is dropped, this router makes nothing else of this name.
     pub(super) fn hold(&self, kind: Kind, name: &str) -> Result<HeldName<'_>, Status> {
         let held = (kind.into(), name.to_owned());
-        match self.names.lock().unwrap_or_else(PoisonError::into_inner).insert(held.clone()) {
+        match self.names.lock().insert(held.clone()) {
             true => Ok(HeldName { router: self, name: held }),
             false => Err(Status::aborted(format!(
                 "another call is in progress for the name {name:?}: try again when it is done"

@@ -5,7 +5,6 @@
 //! say it, and the volume that none of them has is deleted. Elsewhere an operator has to do it.
 
 use std::collections::BTreeSet;
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use base::DataDirKey;
@@ -76,7 +75,7 @@ impl Router {
     pub(super) fn doubt(&self, name: &str, answer: &Bytes) {
         let made = proto::CreateVolumeResponse::decode(answer.clone()).ok().and_then(|made| made.volume);
         let Some(made) = made else { return };
-        let mut doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut doubtful = self.doubtful.lock();
         if doubtful.len() < MOST || doubtful.contains_key(name) {
             doubtful.insert(name.to_owned(), made.volume_id);
         } else {
@@ -184,7 +183,7 @@ impl Router {
         let up = self.nodes.up();
         let is_any_away = !self.nodes.away().is_empty();
         let volumes: Vec<(String, String)> = {
-            let doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
+            let doubtful = self.doubtful.lock();
             doubtful.iter().map(|(name, id)| (name.clone(), id.clone())).collect()
         };
         let (mut twice, mut asked) = (Vec::new(), BTreeSet::new());
@@ -211,7 +210,7 @@ impl Router {
         *known = asked;
         *asked_before = volumes.iter().map(|(name, _)| name.clone()).collect();
         if !is_any_away && are_all {
-            let mut doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut doubtful = self.doubtful.lock();
             for (name, _) in &volumes {
                 doubtful.remove(name);
             }

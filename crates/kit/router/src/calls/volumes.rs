@@ -1,7 +1,6 @@
 //! CreateVolume: on which node a volume is made, so that there is one of a name.
 
-use std::collections::HashMap;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::DataDirKey;
@@ -70,7 +69,7 @@ impl Router {
                     && (source_is_forgotten || !placement::is_allowed(&node.topology, requirement)) =>
             {
                 self.delete_on(node, &found.id, work.deadline).await?;
-                self.unanswered().remove(name);
+                self.unanswered.lock().remove(name);
             }
             [(node, found)] if !placement::is_allowed(&node.topology, requirement) => {
                 return Err(Status::already_exists(format!(
@@ -123,14 +122,10 @@ impl Router {
         node.call("/csi.v1.Controller/DeleteVolume", message, deadline).await.map(drop)
     }
 
-    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (DataDirKey, Instant)>> {
-        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Asks a node to make the volume. Until it answers, also beyond the end of this call, its name is kept for it.
     async fn create_on(&self, node: &Arc<Node>, name: &str, work: &mut Work<'_>) -> Result<Bytes, Status> {
         {
-            let mut unanswered = self.unanswered();
+            let mut unanswered = self.unanswered.lock();
             if unanswered.len() >= MOST_UNANSWERED && !unanswered.contains_key(name) {
                 unanswered.retain(|_, (_, asked)| asked.elapsed() < WAITED_FOR);
                 if unanswered.len() >= MOST_UNANSWERED {
@@ -146,7 +141,7 @@ impl Router {
             _ => work.ask(node).await,
         };
         if is_answered(&answer) {
-            self.unanswered().remove(name);
+            self.unanswered.lock().remove(name);
         }
         answer
     }
@@ -188,7 +183,7 @@ impl Router {
 
     /// The node that has not answered for this name, if there is one.
     fn waits_for(&self, name: &str) -> Option<DataDirKey> {
-        let mut unanswered = self.unanswered();
+        let mut unanswered = self.unanswered.lock();
         let (key, asked) = unanswered.get_mut(name).filter(|(_, asked)| asked.elapsed() < WAITED_FOR)?;
         *asked = Instant::now();
         Some(*key)

@@ -8,7 +8,6 @@ mod token;
 use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use base64::Engine;
@@ -16,6 +15,7 @@ use base64::engine::general_purpose::STANDARD;
 use kube::Api;
 use kube::api::DynamicObject;
 use kube::core::{ApiResource, GroupVersionKind};
+use parking_lot::Mutex;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tokio::time::timeout;
@@ -194,7 +194,7 @@ impl Cluster {
 
     /// The service of a driver as it is now, or as it was last where the API server does not answer.
     async fn service(&self, driver: &str) -> Result<Service, Error> {
-        let kept = || self.services.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = || self.services.lock();
         let resource = ApiResource::from_gvk_with_plural(
             &GroupVersionKind::gvk("cbt.storage.k8s.io", "v1beta1", "SnapshotMetadataService"),
             "snapshotmetadataservices",

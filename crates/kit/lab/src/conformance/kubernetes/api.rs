@@ -1,11 +1,11 @@
 //! Calls to the API server, as JSON, and a list of what was made with them.
 
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tonic::codegen::http::{Method, Request};
 
@@ -115,7 +115,7 @@ impl Api {
 
     /// Makes an object in the list at `path`.
     pub async fn make(&self, path: &str, name: &str, mut object: Value) -> Result<Value, Refusal> {
-        self.list().push(format!("{path}/{name}"));
+        self.made.lock().push(format!("{path}/{name}"));
         object["metadata"]["name"] = json!(name);
         self.post(path, object).await
     }
@@ -125,7 +125,7 @@ impl Api {
         match self.send(Method::DELETE, path, None).await {
             Err(refusal) if refusal.code != Some(404) => Err(refusal),
             _ => {
-                self.list().retain(|made| made != path);
+                self.made.lock().retain(|made| made != path);
                 Ok(())
             }
         }
@@ -146,11 +146,7 @@ impl Api {
 
     /// Paths of all that was made and is not deleted.
     pub fn made(&self) -> Vec<String> {
-        self.list().clone()
-    }
-
-    fn list(&self) -> std::sync::MutexGuard<'_, Vec<String>> {
-        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+        self.made.lock().clone()
     }
 
     /// Lets an account of another namespace do this in a namespace.
