@@ -18,8 +18,8 @@ use linux_raw_sys::btrfs::{
     btrfs_ioctl_search_key, btrfs_ioctl_space_info, btrfs_ioctl_vol_args, btrfs_ioctl_vol_args_v2,
 };
 use linux_raw_sys::ioctl::{
-    BTRFS_IOC_GET_FEATURES, BTRFS_IOC_GET_SUBVOL_INFO, BTRFS_IOC_SNAP_CREATE_V2, BTRFS_IOC_SNAP_DESTROY,
-    BTRFS_IOC_SPACE_INFO, BTRFS_IOC_SUBVOL_CREATE, BTRFS_IOC_TREE_SEARCH_V2,
+    BTRFS_IOC_FORGET_DEV, BTRFS_IOC_GET_FEATURES, BTRFS_IOC_GET_SUBVOL_INFO, BTRFS_IOC_SNAP_CREATE_V2,
+    BTRFS_IOC_SNAP_DESTROY, BTRFS_IOC_SPACE_INFO, BTRFS_IOC_SUBVOL_CREATE, BTRFS_IOC_TREE_SEARCH_V2,
 };
 
 use super::attributes::Flag;
@@ -72,6 +72,22 @@ fn name_call(dir: &File, request: u32, arguments: Option<Box<VolumeArguments>>) 
 pub fn is_btrfs(dir: &Path) -> Result<bool> {
     let found = nix::sys::statfs::statfs(dir).context("stat the filesystem of", dir)?;
     Ok(found.filesystem_type() == nix::sys::statfs::BTRFS_SUPER_MAGIC)
+}
+
+/// Lets the kernel forget the btrfs that it found on an unmounted device, so that it is not taken for a part of the next one there.
+/// Fine if there is none.
+pub fn forget(device: &Path) -> Result<()> {
+    let control = Path::new("/dev/btrfs-control");
+    let file = match File::open(control).context("open", control) {
+        Err(error) if error.is_not_found() => return Ok(()),
+        file => file?,
+    };
+    let arguments = VolumeArguments::new(0, device.as_os_str(), VolumeArguments::NAME);
+    let forgotten = step("forget the btrfs on", device, || name_call(&file, BTRFS_IOC_FORGET_DEV, arguments));
+    match forgotten {
+        Err(error) if matches!(error.errno(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO)) => Ok(()),
+        forgotten => forgotten,
+    }
 }
 
 /// Whether the filesystem of `dir`, a btrfs, writes an item where a hole is punched. Without (`no-holes`,

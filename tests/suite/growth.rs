@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::process::Command;
 
-use csi_client::{from_snapshot, mount_capability, new_volume};
-use deltapath::sys;
+use csi_client::{from_snapshot, mount_capability, new_volume, stage_of};
+use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
 use tonic::Code;
 
@@ -242,5 +242,119 @@ async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
         "it is not grown once it is well"
     );
     rig.client.unpublish(&larger, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+fn node_expand(volume: &str, target: &Path) -> proto::NodeExpandVolumeRequest {
+    proto::NodeExpandVolumeRequest {
+        volume_id: volume.to_owned(),
+        volume_path: target.display().to_string(),
+        capacity_range: Some(CapacityRange::default()),
+        ..Default::default()
+    }
+}
+
+/// The incident: `NodeExpandVolume` of a filesystem that its user had frozen never returned, nor did a repeated stage of a frozen
+/// btrfs, and then the pod could not end.
+#[apply(device_cases)]
+async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(#[values("xfs", "btrfs")] fs_type: &str) {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability(fs_type);
+    let request = new_volume("files", 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    run("fsfreeze", &["--freeze"], &target);
+    let patience = std::time::Duration::from_secs(30);
+    let stage = || stage_of(&volume, &kubelet.join(&volume).join("staging"), capability.clone());
+    let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
+    staged.expect("a repeated stage hangs").expect("it is staged");
+    rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
+    let expanded = rig.client.node.node_expand_volume(node_expand(&volume, &target));
+    let refused =
+        tokio::time::timeout(patience, expanded).await.expect("it hangs").expect_err("it is frozen");
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(refused.message().contains("fsfreeze --unfreeze"), "{refused}");
+    let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
+    staged.expect("a repeated stage hangs").expect("it is staged at its old size");
+    run("fsfreeze", &["--unfreeze"], &target);
+    rig.client.node.node_expand_volume(node_expand(&volume, &target)).await.expect("it grows");
+    assert!(sys::space(&target).expect("statvfs").total > 500 << 20);
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+/// What a user makes on a device is mounted, whether it can grow or not: a btrfs whose only device is not its first, and one with
+/// `bigalloc`, which resize2fs does not grow.
+#[apply(device_test)]
+async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let (first, _) = rig.block_volume("first", 320 * MIB).await;
+    let (second, _) = rig.block_volume("second", 320 * MIB).await;
+    let device_of = |id: &str| {
+        let data = rig.pool_dir().join("volumes").join(id).join("bytes/data.img");
+        LoopDevice::find(&data).expect("find").expect("a device").path()
+    };
+    let (first_device, second_device) = (device_of(&first), device_of(&second));
+    run("mkfs.btrfs", &["-q", "-f"], &first_device);
+    let place = rig.dir.path().join("by hand");
+    std::fs::create_dir(&place).expect("mkdir");
+    let text = |path: &Path| path.display().to_string();
+    run("mount", &[&text(&first_device)], &place);
+    write_files(&place);
+    run("btrfs", &["-q", "device", "add", "-f", &text(&second_device)], &place);
+    run("btrfs", &["-q", "device", "remove", &text(&first_device)], &place);
+    run("umount", &[], &place);
+    rig.detach(&first).await;
+    rig.detach(&second).await;
+    rig.client.expand_volume(&second, 640 * MIB).await.expect("expand");
+    let capability = mount_capability("btrfs");
+    let target = rig.client.publish(&second, capability, false, &kubelet).await.expect("publish");
+    check_files(&target);
+    assert!(sys::space(&target).expect("statvfs").total > 500 << 20, "device 2 of a btrfs grows");
+    rig.client.unpublish(&second, &kubelet).await.expect("unpublish");
+
+    let (volume, device) = rig.block_volume("bigalloc", 64 * MIB).await;
+    run("mkfs.ext4", &["-q", "-F", "-O", "bigalloc"], &device);
+    rig.detach(&volume).await;
+    let snapshot = rig.snapshot("small", &volume).await;
+    let refused = rig.client.expand_volume(&volume, 128 * MIB).await.expect("as a device it may be larger");
+    assert_eq!(refused.capacity_bytes, 128 * MIB);
+    let capability = mount_capability("ext4");
+    let mut request = new_volume("larger", 128 * MIB, capability.clone());
+    request.volume_content_source = Some(from_snapshot(&snapshot));
+    assert_eq!(code(rig.client.create_volume(request).await), Code::OutOfRange);
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    write_files(&target);
+    let refused = rig.client.node.node_expand_volume(node_expand(&volume, &target)).await;
+    assert_eq!(refused.expect_err("it does not grow").code(), Code::OutOfRange);
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+/// The incident: ext4 grown by less than a new block group needs stayed as it was, and each call answered OK with the new size.
+#[apply(device_test)]
+async fn an_ext4_grows_by_a_little() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability("ext4");
+    for (from, to) in [(64 * MIB, 68 * MIB), (200 * MIB, 201 * MIB)] {
+        let request = new_volume(&format!("from {from}"), from, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        write_files(&target);
+        let before = sys::space(&target).expect("statvfs").total;
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.client.expand_volume(&volume, to).await.expect("expand");
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        check_files(&target);
+        let after = sys::space(&target).expect("statvfs").total;
+        assert_eq!(after - before, (to - from) as u64, "from {from} to {to}");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        let device = rig.attach(&volume).await;
+        fsck("ext4", &device);
+        rig.detach(&volume).await;
+    }
     rig.finish();
 }

@@ -239,6 +239,39 @@ async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
     rig.detach_and_finish(&volume).await;
 }
 
+/// The incident: a device that somebody had made read-only stayed so after its volume was deleted, and the next volume on it could be
+/// neither formatted nor written. Its readahead was the former volume's too.
+#[apply(device_test)]
+async fn what_somebody_set_on_a_device_goes_with_the_volume() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (volume, _) = rig.block_volume("raw", 16 * MIB).await;
+    let set = |device: &Path| {
+        let blockdev = |flags: &[&str]| {
+            let done = std::process::Command::new("blockdev").args(flags).arg(device).status();
+            assert!(done.expect("blockdev").success());
+        };
+        blockdev(&["--setra", "8192"]);
+        blockdev(&["--setro"]);
+    };
+    // The number that is free next may be another test's by then: this finds out, and tries again.
+    for _ in 0..20 {
+        let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();
+        set(&device);
+        rig.detach(&volume).await;
+        let published = rig.attach(&volume).await;
+        let next = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");
+        let read =
+            |name: &str| std::fs::read_to_string(next.sysfs().join(name)).expect("read").trim().to_owned();
+        assert_eq!((read("ro").as_str(), read("queue/read_ahead_kb").as_str()), ("0", "128"));
+        Content::default().write(&published, 0, 1, 1);
+        if next.path() == device {
+            rig.detach_and_finish(&volume).await;
+            return;
+        }
+    }
+    panic!("never the same device again");
+}
+
 /// During a clean-up of a directory, a device is freed by its owner and attached to a file of another directory, after its
 /// path was read and before its status was read. The clean-up must not detach it.
 #[test_with::root]

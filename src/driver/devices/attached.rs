@@ -7,7 +7,7 @@ use crate::driver::error::{Error, Result};
 use crate::driver::locks::OpGuard;
 use crate::driver::shared::Shared;
 use crate::sys::loopdev::{LoopDevice, backing_path_of};
-use crate::sys::{blockdev, mount};
+use crate::sys::{blockdev, btrfs, mount};
 use base::VolumeId;
 
 /// Makes sure that the volume is no longer in use, and frees its device. `_lock` keeps others from
@@ -28,7 +28,11 @@ pub(in crate::driver) fn release_devices(shared: &Shared, id: &VolumeId, _lock: 
             thaw_unmounted(&device, &shared.config.data_dir)?;
         }
         if blockdev::is_claimed(&device.path())? {
-            return Err(in_use(id, &format!("in use through {}", device.path().display())));
+            let path = device.path();
+            return Err(Error::Precondition(format!(
+                "volume {id} is in use: a partition, a device mapper or a mount elsewhere holds {}: end that first",
+                path.display()
+            )));
         }
     }
     detach(device)
@@ -42,6 +46,9 @@ fn in_use(id: &VolumeId, how: &str) -> Error {
 /// stage before then uses the device again.
 pub(in crate::driver) fn detach(device: LoopDevice) -> Result<()> {
     let path = device.path();
+    if let Err(error) = btrfs::forget(&path) {
+        tracing::debug!(%error, "the kernel keeps what it knows of a btrfs");
+    }
     if !device.detach()? {
         tracing::warn!(device = %path.display(), "a process has the device open; it is freed when that closes it");
     }

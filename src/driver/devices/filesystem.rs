@@ -79,8 +79,8 @@ pub(in crate::driver) fn mount(
     mount::mount(&device.path(), target, fs_type, flags, &options.join(",")).map_err(|error| {
         match error.errno() {
             Some(libc::EEXIST) if fs_type == "btrfs" => Error::Precondition(
-                "this kernel does not mount a btrfs while its clone is mounted (Linux 6.7 and later do): unpublish the \
-                 other one first"
+                "the kernel has a btrfs with this UUID already, such as a clone of it (Linux 6.7 and later mount both): unpublish \
+                 and unstage the other one first"
                     .into(),
             ),
             Some(libc::EBUSY) => Error::Precondition(format!(
@@ -169,45 +169,46 @@ pub(in crate::driver) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<
 /// Grows a mounted filesystem to the size of its device, or as far as it can grow. Succeeds if it is as large already.
 pub(in crate::driver) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
     let path = device.path();
-    match (fs_type, growth(&path, fs_type)?) {
-        ("btrfs", _) => {
-            drop(program::run("btrfs", &["filesystem", "resize", "max"], mount_point, |code| code == 0)?);
+    let Some((found, target)) = growth(&path, fs_type)? else { return Ok(()) };
+    // Whatever grows it would wait, and could not be ended, until it is thawed.
+    if let Some(mounted) = mount::mounted_at(mount_point)?
+        && let Some(root) = Root::open(&mounted)?
+        && freeze::is_frozen(root)?
+    {
+        return Err(Error::Precondition(format!(
+            "the {fs_type} at {} is frozen, so it does not grow: thaw it (fsfreeze --unfreeze)",
+            mount_point.display()
+        )));
+    }
+    let size = (target / found.block).to_string();
+    match fs_type {
+        "btrfs" => {
+            let size = format!("{}:max", found.member);
+            drop(program::run("btrfs", &["filesystem", "resize", &size], mount_point, |code| code == 0)?);
         }
-        ("xfs", Some((found, target))) => {
-            let size = (target / found.block).to_string();
-            drop(program::run("xfs_growfs", &["-D", &size], mount_point, |code| code == 0)?);
-        }
-        ("ext4", Some((found, _))) if found.has_errors => {
+        "xfs" => drop(program::run("xfs_growfs", &["-D", &size], mount_point, |code| code == 0)?),
+        _ if found.has_errors => {
             return Err(Error::Precondition(
                 "the ext4 has errors, so it does not grow: unpublish and unstage the volume, publish it as a Block \
                  volume, run e2fsck on the device, and stage it as a filesystem again"
                     .into(),
             ));
         }
-        ("ext4", Some((found, target))) => {
-            if !sys::has_capability(sys::CAP_SYS_RESOURCE)? {
-                return Err(Error::Precondition(
-                    "a mounted ext4 grows only for a driver with the capability CAP_SYS_RESOURCE: run it \
-                     privileged, or unpublish and unstage the volume, and it grows when it is staged again"
-                        .into(),
-                ));
-            }
-            let size = (target / found.block).to_string();
-            drop(program::run_with("resize2fs", &path, &[&size], |code| code == 0)?);
+        _ if !sys::has_capability(sys::CAP_SYS_RESOURCE)? => {
+            return Err(Error::Precondition(
+                "a mounted ext4 grows only for a driver with the capability CAP_SYS_RESOURCE: run it \
+                 privileged, or unpublish and unstage the volume, and it grows when it is staged again"
+                    .into(),
+            ));
         }
-        _ => {}
+        _ => drop(program::run_with("resize2fs", &path, &[&size], |code| code == 0)?),
     }
     Ok(())
 }
 
-/// The filesystem on a device and the size in bytes that it is to grow to; `None` if it stays as it is. A rest of the device that is
-/// too short for another block group of ext4 stays unused.
+/// The filesystem on a device and the size in bytes that it is to grow to; `None` if it stays as it is.
 fn growth(device: &Path, fs_type: &str) -> Result<Option<(Superblock, u64)>> {
-    let Some(found) = Superblock::read(device)?.filter(|found| found.fs_type == fs_type && found.block > 0)
-    else {
-        return Ok(None);
-    };
-    let target = blockdev::size(device)?.min(found.most) / found.block * found.block;
-    let is_smaller = found.size.checked_add(found.step.max(1)).is_some_and(|least| least <= target);
-    Ok(is_smaller.then_some((found, target)))
+    let found = Superblock::read(device)?.filter(|found| found.fs_type == fs_type);
+    let Some(found) = found else { return Ok(None) };
+    Ok(found.growth(blockdev::size(device)?).map(|target| (found, target)))
 }

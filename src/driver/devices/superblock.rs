@@ -2,7 +2,7 @@
 //!
 //! It is read here, and not by the programs that own the formats, since it is asked for each time a volume is restored or
 //! expanded. The fields are those of `Documentation/filesystems/ext4/super.rst` of Linux and of `struct xfs_dsb`
-//! (`fs/xfs/libxfs/xfs_format.h`).
+//! (`fs/xfs/libxfs/xfs_format.h`), and of `struct btrfs_super_block` (`linux/btrfs_tree.h`).
 
 use std::fs::File;
 use std::io;
@@ -22,8 +22,13 @@ pub(in crate::driver) struct Superblock {
     pub(in crate::driver) block: u64,
     /// Its size in bytes; 0 if it is not known.
     pub(in crate::driver) size: u64,
-    /// The least that its device must be larger so that it can grow.
-    pub(in crate::driver) step: u64,
+    /// Where its block groups begin, and how large each is, in bytes.
+    first: u64,
+    group: u64,
+    /// The least that a last, short group needs, in bytes.
+    least: u64,
+    /// Which of the devices of a btrfs this is, from 1.
+    pub(in crate::driver) member: u64,
     /// The size in bytes that it is never grown beyond.
     pub(in crate::driver) most: u64,
     /// Whether the kernel or a check found errors that were not repaired. Then it does not grow.
@@ -54,11 +59,17 @@ impl Superblock {
         if let Some(found) = ext4(&head).or_else(|| xfs(&head)) {
             return Ok(Some(found));
         }
-        let is_btrfs =
-            read_at(&file, &mut head, BTRFS).context("read", path)? && &head[64..72] == b"_BHRfS_M";
-        let found =
-            Superblock { fs_type: "btrfs", block: 0, size: 0, step: 0, most: u64::MAX, has_errors: false };
-        Ok(is_btrfs.then_some(found))
+        Ok(if read_at(&file, &mut head, BTRFS).context("read", path)? { btrfs(&head) } else { None })
+    }
+
+    /// The size that it grows to on a device of `device` bytes; `None` if it stays as it is. A rest of the device that is too short
+    /// for another group stays unused.
+    pub(in crate::driver) fn growth(&self, device: u64) -> Option<u64> {
+        let target = device.min(self.most).checked_div(self.block)? * self.block;
+        let rest = target.checked_sub(self.first)? % self.group;
+        let is_too_short = rest < self.least && target - rest >= self.size;
+        let target = if is_too_short { target - rest } else { target };
+        (target > self.size).then_some(target)
     }
 
     /// Fails if a volume of `capacity` bytes is larger than its filesystem can be.
@@ -102,6 +113,7 @@ fn ext4(head: &[u8; HEAD]) -> Option<Superblock> {
     let (compatible, incompatible) = (word(0x5C)?, word(0x60)?);
     let (has_resize_inode, has_meta_bg, is_64bit) =
         (compatible & 0x10 != 0, incompatible & 0x10 != 0, incompatible & 0x80 != 0);
+    let has_bigalloc = word(0x64)? & 0x200 != 0;
     let block =
         1024u64.checked_shl(word(0x18)?.try_into().ok()?).filter(|block| (1024..=65536).contains(block))?;
     let high = if is_64bit { word(0x150)? } else { 0 };
@@ -124,8 +136,12 @@ fn ext4(head: &[u8; HEAD]) -> Option<Superblock> {
         fs_type: "ext4",
         block,
         size: blocks.saturating_mul(block),
-        step: (table + reserved + EXT4_TAIL) * block,
-        most: most.max(blocks).saturating_mul(block),
+        first: first * block,
+        group: per_group.saturating_mul(block),
+        least: (table + reserved + EXT4_TAIL) * block,
+        member: 0,
+        // resize2fs does not grow a `bigalloc` unless it is forced to.
+        most: if has_bigalloc { blocks } else { most.max(blocks) }.saturating_mul(block),
         has_errors: half(0x3A)? & 2 != 0,
     })
 }
@@ -143,8 +159,68 @@ fn xfs(head: &[u8; HEAD]) -> Option<Superblock> {
         fs_type: "xfs",
         block,
         size: bytes(blocks),
-        step: 0,
+        first: 0,
+        group: u64::MAX,
+        least: 0,
+        member: 0,
         most: bytes(most),
         has_errors: false,
     })
+}
+
+/// `head` is of the superblock's place. The device's own number and size are in its `dev_item`.
+fn btrfs(head: &[u8; HEAD]) -> Option<Superblock> {
+    let long = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
+    let block = u64::from(u32::from_le_bytes(head[0x90..0x94].try_into().ok()?));
+    (&head[64..72] == b"_BHRfS_M").then_some(Superblock {
+        fs_type: "btrfs",
+        block,
+        size: long(0xD1)?,
+        first: 0,
+        group: u64::MAX,
+        least: 0,
+        member: long(0xC9)?,
+        most: u64::MAX,
+        has_errors: false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filesystem_grows_to_its_device_but_not_by_a_group_that_is_too_short() {
+        let ext4 = Superblock {
+            fs_type: "ext4",
+            block: 4,
+            size: 150,
+            first: 0,
+            group: 100,
+            least: 30,
+            member: 0,
+            most: 500,
+            has_errors: false,
+        };
+        let any = Superblock { group: u64::MAX, least: 0, most: u64::MAX, ..ext4 };
+        for (of, device, target) in [
+            // Its last group becomes longer by any block.
+            (ext4, 150, None),
+            (ext4, 153, Some(152)),
+            (ext4, 200, Some(200)),
+            // A new one is too short, and then is not.
+            (ext4, 228, Some(200)),
+            (ext4, 232, Some(232)),
+            (Superblock { size: 200, ..ext4 }, 228, None),
+            // The last one is as short already.
+            (Superblock { size: 208, ..ext4 }, 212, Some(212)),
+            (ext4, 10_000, Some(500)),
+            (ext4, 100, None),
+            (any, 154, Some(152)),
+            (any, 10_000, Some(10_000)),
+            (Superblock { block: 0, ..any }, 10_000, None),
+        ] {
+            assert_eq!(of.growth(device), target, "{of:?} on {device}");
+        }
+    }
 }

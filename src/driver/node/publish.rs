@@ -232,7 +232,7 @@ fn check_filesystem(held: &Held, staged: &Staged, published: &Published) -> Resu
         Err(std::io::Error::other(what)).context("use the filesystem at", path).map_err(Error::from)
     };
     if let Err(error) = answers(path) {
-        return broken(format!("the kernel has shut it down, {error}"));
+        return broken(format!("the kernel has shut it down, {}", base::report(&error)));
     }
     let mounted = mount::mounted_at(path)?;
     match mounted.is_some_and(|mounted| mounted.super_read_only) && !staged.read_only && !published.read_only

@@ -97,7 +97,7 @@ impl Node {
             _ => {
                 let fs_type = self.formatted(held, &device, staged, asked)?;
                 if !staged.read_only {
-                    filesystem::grow_unmounted(&device.path(), &fs_type)?;
+                    is_grown(held, filesystem::grow_unmounted(&device.path(), &fs_type));
                 }
                 filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
                 // A user may have unmounted it while it was frozen: then every write would hang.
@@ -106,7 +106,7 @@ impl Node {
             }
         };
         if !staged.read_only && fs_type != "ext4" {
-            filesystem::grow_mounted(&device, &staged.path, &fs_type)?;
+            is_grown(held, filesystem::grow_mounted(&device, &staged.path, &fs_type));
         }
         Ok(())
     }
@@ -223,6 +223,14 @@ impl Node {
         let attached = held.state.attached.take();
         held.state = VolumeState { attached, formatting, ..VolumeState::default() };
         self.record_undone(&held)
+    }
+}
+
+/// A filesystem that does not grow is used at its old size. NodeExpandVolume returns the error.
+fn is_grown(held: &Held, grown: Result<()>) {
+    if let Err(error) = grown {
+        let (volume_id, error) = (&held.record.id, base::report(&error));
+        tracing::warn!(%volume_id, error, "the filesystem does not grow, and is mounted at its old size");
     }
 }
 

@@ -33,6 +33,8 @@ const SETTLE: Duration = Duration::from_secs(5);
 /// not be mounted after it (seen on Linux 6.18). With 4096 it never changes, and direct I/O always
 /// works.
 pub const SECTOR: u32 = 4096;
+/// How far a device reads ahead unless its volume says otherwise, in KiB: the kernel's default.
+const READ_AHEAD: u32 = 128;
 /// Tries to win the race for a free device before giving up.
 const ATTACH_TRIES: usize = 64;
 
@@ -100,7 +102,7 @@ impl LoopDevice {
                 Ok(()) => {
                     let path = queue::backing_path(number).unwrap_or_default();
                     let device = LoopDevice { number, backing: Some(id), path, access };
-                    if let Err(error) = device.make_safe(&file, backing) {
+                    if let Err(error) = device.make_safe(&node, &file, backing) {
                         device.detach()?;
                         return Err(error);
                     }
@@ -115,11 +117,13 @@ impl LoopDevice {
     }
 
     /// A number keeps what its former users set, and the file decides what direct I/O comes to.
-    fn make_safe(&self, file: &File, backing: &Path) -> Result<()> {
+    fn make_safe(&self, node: &Node, file: &File, backing: &Path) -> Result<()> {
         queue::count_requests(&self.sysfs());
+        node.set_read_ahead(READ_AHEAD)?;
         if self.access == Access::ReadOnly {
             return Ok(());
         }
+        node.allow_writes()?;
         queue::pass_flushes_on(&self.sysfs())?;
         let direct = queue::is_direct_io(&self.sysfs())? && has_direct_io(file, backing)?;
         if queue::is_cut_into_pages(&self.sysfs())? == direct {

@@ -173,6 +173,18 @@ impl Node {
         })
     }
 
+    /// Undoes a `blockdev --setro`, which outlives what the device served.
+    pub(super) fn allow_writes(&self) -> Result<()> {
+        let read_only: libc::c_int = 0;
+        step("allow writes to", &self.path, || {
+            // SAFETY: BLKROSET reads one int, which lives through the call; the descriptor is open.
+            check(unsafe {
+                libc::ioctl(self.file.as_raw_fd(), linux_raw_sys::ioctl::BLKROSET.into(), &read_only)
+            })
+            .map(drop)
+        })
+    }
+
     /// How far the kernel reads ahead (blockdev(8), `--setra`).
     pub(super) fn set_read_ahead(&self, kib: u32) -> Result<()> {
         let sectors = libc::c_ulong::from(kib) * 2;
