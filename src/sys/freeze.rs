@@ -17,9 +17,6 @@ const FIFREEZE: libc::c_ulong = 0xC004_5877;
 /// `_IOWR('X', 120, int)` of `linux/fs.h`.
 const FITHAW: libc::c_ulong = 0xC004_5878;
 
-/// How long [`is_frozen`] freezes at most.
-const MOMENT: Duration = Duration::from_secs(5);
-
 /// A filesystem held frozen: nothing is written to its device meanwhile.
 ///
 /// Thawed by [`Frozen::thaw`], on drop, and by a watchdog thread when the bound passes.
@@ -153,11 +150,6 @@ pub fn thaw(root: &Root) -> Result<bool> {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(false),
         other => other.context("thaw", &root.mount_point).map(|()| true),
     }
-}
-
-/// Whether somebody holds the filesystem with this root frozen. If nobody does, it is frozen for a moment, which tells.
-pub fn is_frozen(root: Root) -> Result<bool> {
-    Ok(Frozen::freeze(root, MOMENT)?.is_none())
 }
 
 /// The number of the mount that a file was opened through (statx(2), STATX_MNT_ID).

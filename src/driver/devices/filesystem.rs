@@ -166,20 +166,16 @@ pub(in crate::driver) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<
     Ok(blockdev::flush(device)?)
 }
 
-/// Grows a mounted filesystem to the size of its device, or as far as it can grow. Succeeds if it is as large already.
+/// Whether a filesystem is smaller than its device and can grow.
+pub(in crate::driver) fn can_grow(device: &LoopDevice, fs_type: &str) -> Result<bool> {
+    Ok(growth(&device.path(), fs_type)?.is_some())
+}
+
+/// Grows a mounted filesystem to the size of its device, or as far as it can grow. Succeeds if it is as large already. Whatever grows a
+/// frozen one waits, and cannot be ended, until it is thawed.
 pub(in crate::driver) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
     let path = device.path();
     let Some((found, target)) = growth(&path, fs_type)? else { return Ok(()) };
-    // Whatever grows it would wait, and could not be ended, until it is thawed.
-    if let Some(mounted) = mount::mounted_at(mount_point)?
-        && let Some(root) = Root::open(&mounted)?
-        && freeze::is_frozen(root)?
-    {
-        return Err(Error::Precondition(format!(
-            "the {fs_type} at {} is frozen, so it does not grow: thaw it (fsfreeze --unfreeze)",
-            mount_point.display()
-        )));
-    }
     let size = (target / found.block).to_string();
     match fs_type {
         "btrfs" => {

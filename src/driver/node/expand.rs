@@ -6,6 +6,7 @@ use crate::driver::devices::attached::shows;
 use crate::driver::devices::filesystem;
 use crate::driver::devices::superblock::Superblock;
 use crate::driver::error::{Error, Result};
+use crate::driver::node::held::Held;
 use crate::driver::node::used::{Node, place};
 use crate::driver::request::capability::Capability;
 use crate::driver::request::create::CapacityRange;
@@ -65,11 +66,33 @@ impl Node {
                     held.record.id
                 )));
             }
-            filesystem::grow_mounted(&device, &staged.path, &mounted.fs_type)?;
+            self.grow_mounted(&held, &device, &staged.path, &mounted.fs_type)?;
             if let Some(found) = Superblock::read(&device.path())? {
                 found.check_growth("the volume's size", capacity)?;
             }
         }
         Ok(capacity)
+    }
+
+    /// Grows a mounted filesystem to the size of its device. Fails if its user has frozen it.
+    pub(super) fn grow_mounted(
+        &self,
+        held: &Held,
+        device: &LoopDevice,
+        mount_point: &Path,
+        fs_type: &str,
+    ) -> Result<()> {
+        if !filesystem::can_grow(device, fs_type)? {
+            return Ok(());
+        }
+        if let Some(mounted) = mount::mounted_at(mount_point)?
+            && self.copier.is_frozen(&held.record.id, &mounted)?
+        {
+            return Err(Error::Precondition(format!(
+                "the {fs_type} at {} is frozen, so it does not grow: thaw it (fsfreeze --unfreeze)",
+                mount_point.display()
+            )));
+        }
+        filesystem::grow_mounted(device, mount_point, fs_type)
     }
 }

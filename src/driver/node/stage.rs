@@ -106,7 +106,7 @@ impl Node {
             }
         };
         if !staged.read_only && fs_type != "ext4" {
-            is_grown(held, filesystem::grow_mounted(&device, &staged.path, &fs_type));
+            is_grown(held, self.grow_mounted(held, &device, &staged.path, &fs_type));
         }
         Ok(())
     }

@@ -127,6 +127,14 @@ impl Copier {
         })
     }
 
+    /// Whether another program holds a volume's filesystem frozen. It is frozen for a moment to find out.
+    pub(in crate::driver) fn is_frozen(&self, id: &VolumeId, mounted: &Mount) -> Result<bool> {
+        let mut held = FrozenVolumes { copier: self, frozen: Vec::new() };
+        let is_free = held.freeze(id, root_of(id, std::slice::from_ref(mounted))?)?;
+        held.thaw()?;
+        Ok(!is_free)
+    }
+
     /// Turns EIO into an error about space if the pool is full: a lack of space shows as EIO when the page cache is written
     /// back or flushed.
     fn perhaps_full(&self, error: Error) -> Error {
