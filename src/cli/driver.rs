@@ -43,7 +43,7 @@ pub(super) struct Arguments {
     )]
     endpoint: Endpoint,
     /// Name of this node, as Kubernetes knows it.
-    #[arg(long, value_name = "NODE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long, value_name = "NODE", value_parser = node_id)]
     node_id: String,
     /// Data directory. Only one driver may use it at a time.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
@@ -62,7 +62,7 @@ pub(super) struct Arguments {
     #[arg(long, value_enum, default_value_t = TupleFlag::Variable)]
     block_metadata_type: TupleFlag,
     /// Maximum size of a volume.
-    #[arg(long, value_name = "SIZE", default_value = "64Ti")]
+    #[arg(long, value_name = "SIZE", default_value = "64Ti", value_parser = volume_size)]
     max_volume_size: Quantity,
     /// Maximum ratio of provisioned capacity to pool size, such as 2.5. Default: no limit; volumes are thin.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
@@ -140,18 +140,28 @@ fn ratio(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Whether a text has 1 to 63 letters, digits and characters of `also`, with a letter or digit at both ends.
+fn is_label(text: &str, also: &[char]) -> bool {
+    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    let inner = |c: char| c.is_ascii_alphanumeric() || also.contains(&c);
+    text.len() <= 63 && text.chars().all(inner) && edge(text.chars().next()) && edge(text.chars().last())
+}
+
 /// A driver name as the CSI spec wants it (GetPluginInfo): a domain name of at most 63 characters.
 fn driver_name(text: &str) -> Result<String, String> {
-    let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
-    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
-    let edges = edge(text.chars().next()) && edge(text.chars().last());
-    match text.len() <= 63 && text.chars().all(inner) && edges {
-        true => Ok(text.to_owned()),
-        false => {
-            Err("must have at most 63 letters, digits, '-' and '.', with a letter or digit at both ends"
-                .into())
-        }
-    }
+    let want = "must have at most 63 letters, digits, '-' and '.', with a letter or digit at both ends";
+    is_label(text, &['-', '.']).then(|| text.to_owned()).ok_or(want.into())
+}
+
+/// A node's name is the value of a topology segment, which the CSI spec bounds (Topology).
+fn node_id(text: &str) -> Result<String, String> {
+    let want = "must have at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends";
+    is_label(text, &['-', '_', '.']).then(|| text.to_owned()).ok_or(want.into())
+}
+
+fn volume_size(text: &str) -> Result<Quantity, String> {
+    let size: Quantity = text.parse().map_err(|error| format!("{error}"))?;
+    (size.0 > 0).then_some(size).ok_or("must be above 0".into())
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {

@@ -147,6 +147,10 @@ fn exit_codes_are_the_same_in_all_programs() {
     row("cbt-backup show --endpoint unix://@/none.sock --target s", 1, "none.sock");
     row("cbt-backup show --endpoint tcp://1.2.3.4:5 --target s", 2, "unix:///");
     row(&format!("{driver} --overcommit -1"), 2, "must be a number greater than 0");
+    row(&format!("{driver} --max-volume-size 0"), 2, "must be above 0");
+    row("deltapath driver --node-id a/b --data-dir @/driver", 2, "with a letter or digit at both ends");
+    let long = "x".repeat(100);
+    row(&format!("deltapath driver --node-id n --endpoint /{long}/csi.sock"), 2, "has at most 107 bytes");
     row(&format!("{driver} --max-volumes-per-node -1"), 2, "invalid value '-1'");
     row(&format!("{driver} --transfer-rate -1"), 2, "invalid value '-1'");
     row("deltapath demo --size 1Mi", 2, "64Mi");

@@ -182,6 +182,8 @@ async fn node_calls_refuse_what_is_wrong() {
         (stage(&volume, "", block.clone()), Code::InvalidArgument),
         (stage(&volume, "relative", block.clone()), Code::InvalidArgument),
         (stage(&volume, &format!("{path}/../x"), block.clone()), Code::InvalidArgument),
+        (stage(&volume, &format!("{path}/{}", "x".repeat(256)), block.clone()), Code::InvalidArgument),
+        (stage(&volume, &format!("{path}{}", "/x".repeat(2100)), block.clone()), Code::InvalidArgument),
         (stage(&volume, &path, None), Code::InvalidArgument),
         (stage(&volume, &path, Some(mount_capability("zfs"))), Code::InvalidArgument),
     ] {
@@ -206,6 +208,16 @@ async fn node_calls_refuse_what_is_wrong() {
             proto::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: target.into() };
         assert_eq!(status_code(rig.client.node.node_unstage_volume(request).await), expected);
     }
+    // Published over its staging path, it would be unstaged by the unpublish.
+    rig.client.node.node_stage_volume(stage(&volume, &path, block)).await.expect("stage");
+    let over = proto::NodePublishVolumeRequest {
+        staging_target_path: path.clone(),
+        ..publish_at(&rig, &volume, &staging, block_capability(), false)
+    };
+    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
+    let unstage =
+        proto::NodeUnstageVolumeRequest { volume_id: volume.clone(), staging_target_path: path.clone() };
+    rig.client.node.node_unstage_volume(unstage).await.expect("unstage");
     // Nothing of ours is there, so nothing is undone, and the file of another program stays.
     std::fs::write(&target, "a stranger's").expect("write");
     unpublish_at(&mut rig, &volume, &target).await;

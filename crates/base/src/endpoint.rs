@@ -4,6 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+/// Bytes of a socket's path that Linux takes (`sun_path` of unix(7), without its zero).
+const LONGEST: usize = 107;
+
 /// A socket path, written `unix:///path` (also `unix:/path`, or the path alone).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint(PathBuf);
@@ -26,7 +29,8 @@ impl FromStr for Endpoint {
     fn from_str(text: &str) -> Result<Self, String> {
         let path = text.strip_prefix("unix://").or_else(|| text.strip_prefix("unix:")).unwrap_or(text);
         match path.starts_with('/') {
-            true => Ok(Endpoint(path.into())),
+            true if path.len() <= LONGEST => Ok(Endpoint(path.into())),
+            true => Err(format!("{text:?} is too long: the path of a socket has at most {LONGEST} bytes")),
             false => Err(format!("{text:?} is no endpoint: write unix:///run/deltapath/csi.sock")),
         }
     }

@@ -89,6 +89,11 @@ pub(in crate::driver) fn mount(
                 device.path().display(),
                 target.display()
             )),
+            Some(libc::EUCLEAN) => Error::Precondition(format!(
+                "the {fs_type} on {} is damaged: unstage the volume, publish it as a Block volume, and repair it \
+                 there (e2fsck, xfs_repair, btrfs check)",
+                device.path().display()
+            )),
             Some(libc::EINVAL) => Error::Precondition(format!(
                 "the kernel refuses to mount {fs_type} at {}: a mount flag that {fs_type} does not have, or damage",
                 target.display()

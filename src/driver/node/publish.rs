@@ -59,6 +59,11 @@ impl Node {
                 || self.shared.attachment(&held.record).is_some_and(|attached| attached.read_only),
             shared: request.capability.mode.is_shared(),
         };
+        if published.target == staged.path {
+            let (value, want) =
+                (published.target.display().to_string(), "another path than staging_target_path");
+            return Err(Error::Invalid { field: "target_path", value, want: want.into() });
+        }
         check_others(&mut held, &staged.access, &published)?;
         check_target(&held, &staged.access, &published.target)?;
         if !held.state.published.contains(&published) {

@@ -15,6 +15,12 @@ pub(in crate::driver) fn checked_path(field: &'static str, path: &Path) -> Resul
         let value = shown(&path.to_string_lossy());
         return Err(Error::Invalid { field, value, want: "an absolute path without `..`".into() });
     }
+    // What Linux takes (PATH_MAX with its zero, NAME_MAX).
+    if path.as_os_str().len() > 4095 || path.components().any(|name| name.as_os_str().len() > 255) {
+        let (value, want) =
+            (shown(&path.to_string_lossy()), "at most 4095 bytes, and 255 in each name".into());
+        return Err(Error::Invalid { field, value, want });
+    }
     let path = sys::mount::resolved(path);
     match sys::mount::is_link(&path) {
         true => Err(Error::Invalid {

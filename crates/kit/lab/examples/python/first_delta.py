@@ -11,8 +11,7 @@ channel = grpc.insecure_channel("unix://" + socket)
 controller, node = services.ControllerStub(channel), services.NodeStub(channel)
 metadata = services.SnapshotMetadataStub(channel)
 block = csi.VolumeCapability(block={}, access_mode={"mode": "SINGLE_NODE_WRITER"})
-RETRY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.ABORTED,
-         grpc.StatusCode.DEADLINE_EXCEEDED)
+RETRY = [grpc.StatusCode[name] for name in ("UNAVAILABLE", "INTERNAL", "ABORTED", "DEADLINE_EXCEEDED")]
 
 
 def ranges(call, request):
@@ -55,9 +54,7 @@ def copy(snapshot_id, listed, backup):
             source.seek(offset)
             target.seek(offset)
             total += target.write(source.read(size))
-        source.seek(0)
-        target.seek(0)
-        same = source.read() == target.read()
+    same = open(path, "rb").read() == open(backup, "rb").read()
     print(f"{snapshot_id}: {total} bytes copied, the backup is {'the same' if same else 'DIFFERENT'}")
     return same
 
