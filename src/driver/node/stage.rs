@@ -97,7 +97,7 @@ impl Node {
             _ => {
                 let fs_type = self.formatted(held, &device, staged, asked)?;
                 if !staged.read_only {
-                    is_grown(held, filesystem::grow_unmounted(&device.path(), &fs_type));
+                    is_grown(held, filesystem::grow_unmounted(&device.path(), &fs_type))?;
                 }
                 filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
                 // A user may have unmounted it while it was frozen: then every write would hang.
@@ -106,7 +106,7 @@ impl Node {
             }
         };
         if !staged.read_only && fs_type != "ext4" {
-            is_grown(held, self.grow_mounted(held, &device, &staged.path, &fs_type));
+            is_grown(held, self.grow_mounted(held, &device, &staged.path, &fs_type))?;
         }
         Ok(())
     }
@@ -226,11 +226,16 @@ impl Node {
     }
 }
 
-/// A filesystem that does not grow is used at its old size. NodeExpandVolume returns the error.
-fn is_grown(held: &Held, grown: Result<()>) {
-    if let Err(error) = grown {
-        let (volume_id, error) = (&held.record.id, base::report(&error));
-        tracing::warn!(%volume_id, error, "the filesystem does not grow, and is mounted at its old size");
+/// A filesystem that does not grow is used at its old size, and NodeExpandVolume returns the error. If the kernel refused a call, a
+/// retry may find it well.
+fn is_grown(held: &Held, grown: Result<()>) -> Result<()> {
+    match grown {
+        Err(error) if error.sys().is_none_or(|error| error.errno().is_none()) => {
+            let (volume_id, error) = (&held.record.id, base::report(&error));
+            tracing::warn!(%volume_id, error, "the filesystem does not grow, and is mounted at its old size");
+            Ok(())
+        }
+        grown => grown,
     }
 }
 
