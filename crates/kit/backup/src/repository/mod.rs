@@ -11,7 +11,7 @@
 //!
 //! An ID is the time and random digits. Each new one comes after all that are there, also where the clock went back, so the
 //! order of the names is that in which backups were begun, and the last name is the latest backup. Nothing else in the
-//! directory is looked into or touched.
+//! directory is looked into or touched, and nothing through a symbolic link below it.
 //!
 //! Everything is a tree of checksums: an index has one of itself and names packs by the BLAKE3 of their tables, a table
 //! has that of each chunk, and a chunk may be the map of a segment, which names packs and chunks in turn. Objects never
@@ -311,6 +311,23 @@ fn decode(name: &str, bytes: Result<Vec<u8>>) -> Result<Index> {
     match name.strip_prefix("backups/") == Some(&index.about.id) {
         true => Ok(index),
         false => Err(Error::damaged(name, format!("it is that of {}", index.about.id))),
+    }
+}
+
+/// Whether this is the name of an object of ours. Any other in the directory, or in the bucket, is somebody else's.
+fn is_ours(name: &str) -> bool {
+    let are_digits = |text: &str, count: usize| {
+        text.len() == count && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    };
+    let is_id = |id: &str| {
+        time_of(id).is_some() && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
+    };
+    match name.split('/').collect::<Vec<_>>()[..] {
+        ["packs", dir, pack] => are_digits(pack, 64) && dir == &pack[..2],
+        ["backups" | "partial" | "damaged", id] => is_id(id),
+        ["locks", id] => are_digits(id, 16),
+        [name] => name == CONFIG,
+        _ => false,
     }
 }
 

@@ -7,10 +7,8 @@
 //! anything more: others may be at work by then.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::path::Path;
 
 use base::Stop;
-use files::Context;
 use jiff::Timestamp;
 use object_store::ObjectMeta;
 use serde::Serialize;
@@ -21,7 +19,7 @@ use super::keep::kept;
 use super::pack::{Chunk, MAX_PACK, PackRef, Packs, read_table};
 use super::verify::{Use, as_index};
 use super::writer::{Writer, gather};
-use super::{About, CONFIG, Index, Partial, Repository, SegmentRef, pack_name};
+use super::{About, Index, Partial, Repository, SegmentRef, is_ours, pack_name};
 use crate::error::{Error, Result};
 
 /// Chunks that are moved in one go: 64 MB of memory.
@@ -190,32 +188,19 @@ fn is_whole(repository: &Repository, packs: &[PackRef], id: &str) -> Result<bool
 
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
 fn remove_drafts(repository: &Repository) -> Result<()> {
-    fn walk(dir: &Path, depth: usize, start: &str) -> Result<()> {
-        let entries = match dir.read_dir() {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-            entries => entries.context("list", dir)?,
-        };
-        for entry in entries {
-            let path = entry.context("list", dir)?.path();
-            if depth > 0 && path.is_dir() {
-                walk(&path, depth - 1, start)?;
-                continue;
-            }
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let is_draft = name.rsplit_once('#').is_some_and(|(_, digits)| {
-                !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
-            });
-            if is_draft && name.starts_with(start) {
-                files::change::remove_file(&path)?;
-            }
-        }
-        Ok(())
-    }
     let Some(dir) = repository.store.dir() else { return Ok(()) };
-    for name in ["packs", "backups", "partial", "damaged"] {
-        walk(&dir.join(name), 1, "")?;
+    for top in ["packs", "backups", "partial", "damaged", ""] {
+        let is_draft = |name: &str| {
+            let parts = name.rsplit_once('#').filter(|(name, _)| is_ours(name));
+            parts.is_some_and(|(_, number)| {
+                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+            })
+        };
+        for (name, _) in repository.store.files(top)?.iter().filter(|(name, _)| is_draft(name)) {
+            files::change::remove_file(&dir.join(name))?;
+        }
     }
-    walk(dir, 0, CONFIG)
+    Ok(())
 }
 
 /// What is in use of each pack: data, and maps of segments.

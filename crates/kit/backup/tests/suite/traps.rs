@@ -1,0 +1,116 @@
+//! What a person, or a program that is not this one, leaves in a repository or writes on a command line: nothing is lost by it,
+//! nothing hangs, and the message says what to do.
+
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+
+use files::pattern::Image;
+
+use crate::tool::{MIB, Place, id};
+
+const SIZE: u64 = 20 * MIB;
+
+/// A place with a backup of its image.
+fn world() -> (Place, String, Image) {
+    let place = Place::new();
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
+    let id = place.full();
+    (place, id, image)
+}
+
+/// The commands end with this exit code and say these words. `@/` is the place.
+fn says(place: &Place, code: i32, words: &str, lines: &[&str]) {
+    for line in lines {
+        let at = |argument: &str| argument.replace("@/", &format!("{}/", place.dir.path().display()));
+        let arguments: Vec<String> = line.split(' ').map(at).collect();
+        let said = place.fails(code, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
+        assert!(said.contains(words), "{line}: {said}, instead of {words}");
+    }
+}
+
+#[test]
+fn a_prune_follows_no_link_out_of_the_repository() {
+    let (place, id, image) = world();
+    let repository = place.repository();
+    let outside = place.path("outside");
+    std::fs::create_dir_all(outside.join("deep")).expect("mkdir");
+    let digits = "ab".repeat(32);
+    let own =
+        ["thesis.txt", "note#1", "deep/note#1", &digits, &format!("{digits}#1"), &format!("deep/{digits}")];
+    let own = own.map(|name| outside.join(name));
+    for path in &own {
+        std::fs::write(path, "mine").expect("write");
+    }
+    for name in ["packs/zz", "packs/ab", "partial", "damaged", "backups/zz"] {
+        let _ = std::fs::remove_dir(repository.join(name));
+        symlink(&outside, repository.join(name)).expect("symlink");
+    }
+    for dry in [&["--dry-run"][..], &[]] {
+        place.ok(&[&["prune", "--keep-last", "1"], dry].concat());
+    }
+    place.ok(&["verify"]);
+    place.restores(&id, &image, SIZE);
+    for path in &own {
+        assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), "mine", "{}", path.display());
+    }
+    // The directories at the top may be on another disk.
+    for name in ["packs", "backups"] {
+        std::fs::rename(repository.join(name), place.path(name)).expect("rename");
+        symlink(place.path(name), repository.join(name)).expect("symlink");
+    }
+    image_is_backed_up_again(&place, &image);
+    // Nothing is read or written through the others either.
+    let linked = place.path("packs").read_dir().expect("list").map(|entry| entry.expect("entry").path());
+    let linked = linked.filter(|dir| !dir.is_symlink()).collect::<Vec<_>>();
+    for dir in linked {
+        let aside = place.path("aside").join(dir.file_name().expect("a name"));
+        std::fs::create_dir_all(place.path("aside")).expect("mkdir");
+        std::fs::rename(&dir, &aside).expect("rename");
+        symlink(&aside, &dir).expect("symlink");
+    }
+    says(&place, 1, "is a symbolic link", &["verify", "restore latest --to @/other"]);
+}
+
+fn image_is_backed_up_again(place: &Place, image: &Image) {
+    let backup = place.full();
+    let pruned = place.ok(&["prune", "--keep-last", "1"]);
+    assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
+    place.ok(&["verify"]);
+    place.restores(&backup, image, SIZE);
+}
+
+#[test]
+fn names_that_are_not_the_tools_own_are_passed_over() {
+    let (place, backup, image) = world();
+    let at = |name: &[u8]| place.repository().join(std::ffi::OsStr::from_bytes(name));
+    let own = [
+        &b"backups/zz/keep"[..],
+        b"backups/note.txt",
+        b"backups/a\tb",
+        b"backups/\xff\xfe",
+        b"packs/a%b",
+        b"packs/ab/a%b",
+        b"packs/ab/\xff",
+        b"packs/note.txt",
+        b"partial/a b",
+        b"damaged/\n",
+    ];
+    for path in own.map(at) {
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+        std::fs::write(path, "mine").expect("write");
+    }
+    for dry in [&["--dry-run"][..], &[]] {
+        let pruned = place.ok(&[&["prune", "--keep-last", "1"], dry].concat());
+        assert_eq!(
+            (pruned["removed"].as_array().map(Vec::len), pruned["freed"].as_u64()),
+            (Some(0), Some(0))
+        );
+    }
+    assert_eq!(place.list(), [backup]);
+    assert_eq!(place.ok(&["verify"])["unused"], 0);
+    image_is_backed_up_again(&place, &image);
+    for path in own.map(at) {
+        assert_eq!(std::fs::read_to_string(&path).unwrap_or_default(), "mine", "{}", path.display());
+    }
+}
