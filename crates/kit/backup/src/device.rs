@@ -98,6 +98,7 @@ pub struct Device {
     /// Past the page cache, where the filesystem can.
     direct: Option<File>,
     size: u64,
+    is_block: bool,
     identity: Identity,
 }
 
@@ -109,7 +110,9 @@ impl Device {
         let mut cached = open(OFlag::empty()).context("open", path)?;
         let size = cached.seek(SeekFrom::End(0)).context("find the size of", path)?;
         let identity = Identity::of(&cached, path, size)?;
-        Ok(Device { path: path.to_owned(), cached, direct: open(OFlag::O_DIRECT).ok(), size, identity })
+        let is_block = cached.metadata().context("look at", path)?.file_type().is_block_device();
+        let direct = open(OFlag::O_DIRECT).ok();
+        Ok(Device { path: path.to_owned(), cached, direct, size, is_block, identity })
     }
 
     /// The same for one that nobody may write to meanwhile: an error where another `cbt-backup` does.
@@ -145,9 +148,13 @@ impl Device {
         self.size
     }
 
-    /// The parts that hold data, where it is a file. A device has no holes that show, so it is one part.
-    pub fn data(&self) -> DataRanges<'_> {
-        DataRanges::of(&self.cached, &self.path, ByteRange { start: 0, end: self.size })
+    /// The parts that hold data, where it is a file. A block device has no holes that show, so it is one part.
+    pub fn data(&self) -> Box<dyn Iterator<Item = files::Result<ByteRange>> + '_> {
+        let all = ByteRange { start: 0, end: self.size };
+        match self.is_block {
+            true => Box::new(std::iter::once(Ok(all))),
+            false => Box::new(DataRanges::of(&self.cached, &self.path, all)),
+        }
     }
 
     /// Reads at an offset, which is whole blocks, as the length is. What lies behind the end is zeros.

@@ -3,10 +3,12 @@
 
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::Command;
 
 use files::pattern::Image;
 
-use crate::tool::{MIB, Place, id};
+use crate::tool::{MIB, Place, arg, id, text};
 
 const SIZE: u64 = 20 * MIB;
 
@@ -78,6 +80,35 @@ fn image_is_backed_up_again(place: &Place, image: &Image) {
     assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
     place.ok(&["verify"]);
     place.restores(&backup, image, SIZE);
+}
+
+/// A loop device, which goes with the value.
+struct Loop(PathBuf);
+
+impl Loop {
+    fn of(path: &std::path::Path) -> Self {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(path).output().expect("losetup");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        Loop(text(&output.stdout).trim().into())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test_with::root]
+#[test]
+fn a_block_device_without_a_driver_is_read_whole() {
+    let place = Place::new();
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
+    let device = Loop::of(&place.image());
+    let made = place.ok(&["full", "--volume", "v", "--device", arg(&device.0)]);
+    assert_eq!((made["read"].as_u64(), made["data"].as_u64()), (Some(SIZE), Some(90 * 4096)), "{made}");
+    place.restores(&id(&made), &image, SIZE);
 }
 
 #[test]
