@@ -193,17 +193,17 @@ pub struct RunArguments {
 #[derive(Debug, Args)]
 pub struct RestoreArguments {
     /// The backup: its id, the beginning of it, or `latest`.
-    #[arg(value_name = "BACKUP")]
+    #[arg(value_name = "BACKUP", value_parser = name)]
     pub backup: String,
     /// Device or file to write.
     #[arg(long, value_name = "PATH")]
     pub to: PathBuf,
     /// Volume of which `latest` is meant.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Write only what differs from this backup. The device or file must hold it, unchanged; `verify BACKUP --against`
     /// tells.
-    #[arg(long, value_name = "BACKUP", conflicts_with = "overwrite")]
+    #[arg(long, value_name = "BACKUP", value_parser = name, conflicts_with = "overwrite")]
     pub onto_base: Option<String>,
     /// Replace the content of a file that exists. It keeps its owner and mode, and a symbolic link is followed.
     #[arg(long)]
@@ -222,10 +222,10 @@ pub struct RestoreArguments {
 #[derive(Debug, Args)]
 pub struct VerifyArguments {
     /// Backups to check: ids, beginnings of them, or `latest`. Default: everything in the repository.
-    #[arg(value_name = "BACKUP")]
+    #[arg(value_name = "BACKUP", value_parser = name)]
     pub backups: Vec<String>,
     /// Volume of which `latest` is meant.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Compare one backup with this device or file, byte by byte.
     #[arg(long, value_name = "PATH", requires = "backups")]
@@ -240,7 +240,7 @@ pub struct VerifyArguments {
 #[derive(Debug, Args)]
 pub struct ListArguments {
     /// Only backups of this volume.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
 }
 
@@ -267,10 +267,10 @@ pub struct PruneArguments {
     pub keep_yearly: Option<u16>,
     /// Remove this backup, whatever the rules say: its id, or the beginning of it. May be given several times. The other
     /// backups stay whole.
-    #[arg(long, value_name = "BACKUP")]
+    #[arg(long, value_name = "BACKUP", value_parser = name)]
     pub remove: Vec<String>,
     /// The rules are only about backups of this volume.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// The percentage of a pack that may be unused before it is rewritten.
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
@@ -290,10 +290,10 @@ pub struct PruneArguments {
 #[derive(Debug, Args)]
 pub struct ShowArguments {
     /// The backup: its id, the beginning of it, or `latest`. Default: all of them, as a history.
-    #[arg(value_name = "BACKUP", conflicts_with = "endpoint")]
+    #[arg(value_name = "BACKUP", value_parser = name, conflicts_with = "endpoint")]
     pub backup: Option<String>,
     /// Only backups of this volume.
-    #[arg(long, value_name = "NAME", conflicts_with = "endpoint")]
+    #[arg(long, value_name = "NAME", value_parser = name, conflicts_with = "endpoint")]
     pub volume: Option<String>,
     /// Write one HTML file that needs no other, with all maps.
     #[arg(long, value_name = "FILE")]
@@ -302,10 +302,10 @@ pub struct ShowArguments {
     #[arg(long, value_name = "SOCKET", requires = "target")]
     pub endpoint: Option<Endpoint>,
     /// CSI handle of the earlier snapshot: what changed since is shown.
-    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    #[arg(long, value_name = "HANDLE", requires = "endpoint", value_parser = name)]
     pub base: Option<String>,
     /// CSI handle of the snapshot.
-    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    #[arg(long, value_name = "HANDLE", requires = "endpoint", value_parser = name)]
     pub target: Option<String>,
 }
 
@@ -317,10 +317,10 @@ pub struct ShowArguments {
 #[derive(Debug, Args)]
 pub struct MountArguments {
     /// The backup: its id, the beginning of it, or `latest`.
-    #[arg(value_name = "BACKUP")]
+    #[arg(value_name = "BACKUP", value_parser = name)]
     pub backup: String,
     /// Volume of which `latest` is meant.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Socket to listen at.
     #[arg(long, value_name = "PATH")]
@@ -330,7 +330,7 @@ pub struct MountArguments {
     pub sector_size: String,
 }
 
-/// What is written into the repository, and shown in tables.
+/// A name of a volume, a backup or a snapshot: not empty, and fit for a table.
 fn name(text: &str) -> Result<String, String> {
     match text {
         "" => Err("it is empty: is a variable not set?".into()),

@@ -59,8 +59,10 @@ pub struct Pruned {
 pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Pruned> {
     let mut removed =
         rules.remove.iter().map(|wanted| repository.named(wanted)).collect::<Result<BTreeSet<String>>>()?;
-    let (mut abouts, mut damaged) = (Vec::new(), Vec::new());
+    let is_of = |about: &About| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume);
+    let (mut abouts, mut damaged, mut is_known) = (Vec::new(), Vec::new(), rules.volume.is_none());
     for (id, about) in repository.each_index(|id, index| (id.to_owned(), index.map(|index| index.about)))? {
+        is_known |= about.as_ref().is_ok_and(is_of);
         match about {
             _ if removed.contains(&id) => {}
             Ok(about) => abouts.push(about),
@@ -83,9 +85,12 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
             Err(error) => return Err(error),
         }
     }
-    let (of_volume, others): (Vec<_>, Vec<_>) = abouts
-        .into_iter()
-        .partition(|about| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume));
+    if let Some(volume) = rules.volume.as_ref().filter(|_| !is_known) {
+        return Err(Error::refused(format!(
+            "there is no backup of {volume}: `cbt-backup list` names all volumes"
+        )));
+    }
+    let (of_volume, others): (Vec<_>, Vec<_>) = abouts.into_iter().partition(is_of);
     let mut keeps = kept(&of_volume, rules.keep);
     keeps.extend(others.iter().map(|about| about.id.clone()).chain(damaged.iter().cloned()));
     removed.extend(of_volume.iter().map(|about| about.id.clone()).filter(|id| !keeps.contains(id)));

@@ -122,7 +122,7 @@ fn table() -> Vec<Row> {
     {
         row(1, "no backup of other", &format!("{command} --volume other"));
     }
-    row(1, "without --endpoint or --namespace", "incremental --volume v --device @/image");
+    row(1, "give --endpoint or --namespace", "incremental --volume v --device @/image");
     // What is wrong wherever it is given.
     row(2, "", "full --device @/image");
     row(2, "greater than 0", &format!("{full} --limit-rate 0"));

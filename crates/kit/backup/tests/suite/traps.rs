@@ -112,6 +112,38 @@ fn a_block_device_without_a_driver_is_read_whole() {
 }
 
 #[test]
+fn a_name_that_is_empty_is_no_name() {
+    let (place, backup, image) = world();
+    for line in [
+        "restore",
+        "verify",
+        "show",
+        "prune --remove",
+        "prune --keep-last 1 --volume",
+        "list --volume",
+        "show --volume",
+        "verify --volume",
+        "restore latest --to @/new --volume",
+        "restore latest --to @/new --onto-base",
+        "mount latest --socket @/new --volume",
+    ] {
+        let mut arguments: Vec<&str> = line.split(' ').collect();
+        arguments.push("");
+        assert!(place.fails(2, &arguments).contains("is a variable not set?"), "{line}");
+    }
+    says(
+        &place,
+        1,
+        "there is no backup of other",
+        &["prune --volume other --keep-last 1", "prune --volume other --keep-last 1 --dry-run"],
+    );
+    place.restores(&backup, &image, SIZE);
+    // The last one of a volume may be named.
+    let pruned = place.ok(&["prune", "--volume", "v", "--remove", &backup]);
+    assert_eq!(pruned["removed"][0], backup);
+}
+
+#[test]
 fn names_that_are_not_the_tools_own_are_passed_over() {
     let (place, backup, image) = world();
     let at = |name: &[u8]| place.repository().join(std::ffi::OsStr::from_bytes(name));
