@@ -111,7 +111,7 @@ pub struct Source {
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
     /// Continue an interrupted or killed backup of the same snapshot and kind, if there is one; `auto` continues
-    /// either kind. Without --snapshot it must be of the same device, or of the same image that was not written to since.
+    /// either kind. Without a driver it must be of the same device, or of the same image that was not written to since.
     /// Some of what is stored is compared with the device; where it differs, the backup begins anew and says why.
     #[arg(long)]
     pub resume: bool,

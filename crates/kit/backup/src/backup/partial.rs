@@ -76,8 +76,8 @@ fn why_not(
         let (was, is) = (named(&of.snapshot), named(&request.snapshot));
         return Ok(Some(format!("it is of snapshot {was}, and this backup of {is}")));
     }
-    // Without a snapshot nothing else says that it is the same data.
-    if of.snapshot.is_none() && partial.source.as_ref() != Some(device.identity()) {
+    // No driver was asked: nothing else says that it is the same data. A handle that was typed proves nothing.
+    if request.asked.is_none() && partial.source.as_ref() != Some(device.identity()) {
         return Ok(Some(format!(
             "it was read from {}, and that is another device or has changed since",
             of.device
