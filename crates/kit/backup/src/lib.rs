@@ -129,11 +129,14 @@ fn start(cli: Cli) -> Result<ExitCode> {
         .map_err(started)?;
     let lost = Lost::default();
     let context = Context { url: cli.repository, is_json: cli.output == Output::Json, runtime, stop, lost };
-    match execute(&context, cli.command) {
+    let done = match execute(&context, cli.command) {
         // The lock's loss stops a command as Ctrl-C does.
         Err(Error::Stopped) => Err(context.lost.check().err().unwrap_or(Error::Stopped)),
         done => done,
-    }
+    };
+    // A call to a disk that does not answer cannot be ended, and nobody waits for it any more.
+    context.runtime.shutdown_background();
+    done
 }
 
 fn execute(context: &Context, command: Command) -> Result<ExitCode> {

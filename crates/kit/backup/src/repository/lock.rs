@@ -145,7 +145,10 @@ impl Lock {
         let mut is_told = false;
         loop {
             let tried = match store.dir() {
-                Some(dir) => try_file(&dir.join("lock"), wanted.mode),
+                // To open a FIFO is to wait for its other end.
+                Some(dir) => {
+                    store.check("lock", true).and_then(|()| try_file(&dir.join("lock"), wanted.mode))
+                }
                 None => ObjectLock::try_take(store, wanted, stop, lost).map(|lock| lock.map(Lock::Object)),
             };
             let tried = match tried {

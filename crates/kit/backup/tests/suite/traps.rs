@@ -5,10 +5,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
 use files::pattern::Image;
 
-use crate::tool::{MIB, Place, arg, id, text};
+use crate::tool::{MIB, Place, Running, arg, id, text};
 
 const SIZE: u64 = 20 * MIB;
 
@@ -141,6 +142,40 @@ fn a_name_that_is_empty_is_no_name() {
     // The last one of a volume may be named.
     let pruned = place.ok(&["prune", "--volume", "v", "--remove", &backup]);
     assert_eq!(pruned["removed"][0], backup);
+}
+
+#[test]
+fn what_is_no_file_holds_nobody_up() {
+    let (place, _, _) = world();
+    std::fs::create_dir(place.repository().join("damaged")).expect("mkdir");
+    let names: Vec<PathBuf> = place.objects();
+    let named = |name: &str| place.repository().join(name);
+    let damaged = named("damaged/20200101T000000.000Z-abcdef");
+    for path in [&names[..], &[damaged, named("lock")]].concat() {
+        let aside = place.path("aside");
+        let was_there = std::fs::rename(&path, &aside).is_ok();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::from_bits_truncate(0o600)).expect("mkfifo");
+        let (to, device) = (place.path("restored"), place.image());
+        for arguments in [
+            &["verify"][..],
+            &["list"],
+            &["restore", "latest", "--to", arg(&to), "--overwrite"],
+            &["prune", "--keep-last", "1", "--dry-run"],
+            &["full", "--volume", "other", "--device", arg(&device)],
+        ] {
+            let mut running = Running::start(place.command(arguments));
+            let ended = running.ends_within(Duration::from_secs(20));
+            assert!(ended.is_some(), "{arguments:?} hangs at {}", path.display());
+            let output = running.output();
+            let said = text(&output.stdout) + &text(&output.stderr);
+            let is_told = arguments != ["verify"] || said.contains("is no plain file");
+            assert!(is_told, "{}: {said}", path.display());
+        }
+        std::fs::remove_file(&path).expect("remove");
+        if was_there {
+            std::fs::rename(&aside, &path).expect("rename");
+        }
+    }
 }
 
 #[test]
