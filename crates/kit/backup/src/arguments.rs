@@ -104,7 +104,7 @@ pub struct Source {
     /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
     #[arg(long, value_name = "HANDLE", requires = "snapshot", value_parser = name)]
     pub base: Option<String>,
-    /// Write the result to this file too, as JSON.
+    /// Write the result to this file too, as JSON. It may not lie in the repository.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
     /// The most bytes to read a second, such as 100M.

@@ -1,6 +1,6 @@
 //! Devices and images: reading and writing past the page cache, and which parts hold data.
 
-use std::fs::{File, TryLockError};
+use std::fs::{File, Metadata, TryLockError};
 use std::io::{Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -73,7 +73,7 @@ pub fn no_wait(path: &Path) -> Result<OFlag> {
     }
 }
 
-/// An error where a file cannot be written, or made. A FIFO needs a reader.
+/// An error where a file cannot be written, or made.
 pub fn check_writable(path: &Path) -> Result<()> {
     let options = |path: &Path| File::options().write(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path);
     match options(path) {
@@ -128,6 +128,12 @@ impl Device {
     /// What it was when it was opened.
     pub fn identity(&self) -> &Identity {
         &self.identity
+    }
+
+    /// Whether a path means the same file.
+    pub fn is_at(&self, path: &Path) -> bool {
+        let same = |of: Metadata, at: Metadata| (of.dev(), of.ino()) == (at.dev(), at.ino());
+        self.cached.metadata().is_ok_and(|of| path.metadata().is_ok_and(|at| same(of, at)))
     }
 
     /// An error where it is a file that was written to since it was opened.

@@ -178,6 +178,72 @@ fn what_is_no_file_holds_nobody_up() {
     }
 }
 
+#[test_with::root]
+#[test]
+fn a_report_overwrites_nothing_that_is_read_or_kept() {
+    let (place, backup, image) = world();
+    let device = Loop::of(&place.image());
+    let (content, objects) = (std::fs::read(place.image()).expect("read"), place.objects());
+    let full = "full --volume v --device @/image --report";
+    std::fs::hard_link(place.image(), place.path("hard")).expect("link");
+    symlink(place.image(), place.path("soft")).expect("symlink");
+    symlink(place.repository().join("repository"), place.path("inside")).expect("symlink");
+    let line = |path: &str| format!("{full} {path}");
+    for path in ["@/image", "@/hard", "@/soft"] {
+        says(&place, 1, "is what is backed up", &[&line(path)]);
+    }
+    for path in [arg(&device.0), "/dev/null", "/dev/full"] {
+        says(&place, 1, "is not a file", &[&line(path)]);
+    }
+    let within = ["@/repository/repository", "@/repository/new", "@/inside"];
+    for path in within {
+        says(&place, 1, "is in the repository", &[&line(path)]);
+        says(&place, 1, "is in the repository", &[&format!("restore {backup} --overwrite --to {path}")]);
+        says(&place, 1, "is in the repository", &[&format!("show --html {path}")]);
+    }
+    says(
+        &place,
+        1,
+        "is in the repository",
+        &["full --volume v --device @/image --repository @/new --report @/new"],
+    );
+    assert!(std::fs::read(place.image()).expect("read") == content, "the device is written to");
+    assert_eq!(place.objects(), objects);
+    place.ok(&["verify"]);
+    place.restores(&backup, &image, SIZE);
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_known_before_or_says_what_is_made() {
+    let (place, backup, _) = world();
+    let device = place.image();
+    for (name, target) in [("nowhere", "dir/report"), ("somewhere", "report")] {
+        symlink(place.path(target), place.path(name)).expect("symlink");
+    }
+    says(&place, 1, "No such file or directory", &["full --volume v --device @/image --report @/nowhere"]);
+    assert_eq!(place.list(), [backup]);
+    let report = place.path("somewhere");
+    let made = place.ok(&["full", "--volume", "v", "--device", arg(&device), "--report", arg(&report)]);
+    let told: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(place.path("report")).expect("a report")).expect("JSON");
+    assert_eq!(told, made);
+
+    std::fs::create_dir(place.path("dir")).expect("mkdir");
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 0, 4000, 2).expect("write");
+    let report = place.path("dir/report");
+    let slow =
+        ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "4Mi", "--report", arg(&report)];
+    let running = Running::start(place.command(&slow));
+    std::thread::sleep(Duration::from_secs(1));
+    std::fs::remove_dir(place.path("dir")).expect("rmdir");
+    let output = running.output();
+    let said = text(&output.stderr);
+    let last = place.list().pop().expect("a backup");
+    assert_eq!((output.status.code(), place.list().len()), (Some(1), 3), "{said}");
+    assert!(said.contains(&format!("backup {last} is made")), "{said}");
+}
+
 #[test]
 fn names_that_are_not_the_tools_own_are_passed_over() {
     let (place, backup, image) = world();
@@ -211,4 +277,13 @@ fn names_that_are_not_the_tools_own_are_passed_over() {
     for path in own.map(at) {
         assert_eq!(std::fs::read_to_string(&path).unwrap_or_default(), "mine", "{}", path.display());
     }
+}
+
+#[test]
+fn a_restore_to_a_directory_that_is_not_there_begins_nothing() {
+    let (place, backup, _) = world();
+    std::fs::remove_dir_all(place.repository().join("packs")).expect("remove");
+    let restore = format!("restore {backup} --to @/new/");
+    let lines = [&restore[..], "full --volume v --device @/image --report @/new/", "show --html @/new/"];
+    says(&place, 1, "ends as that of a directory", &lines);
 }
