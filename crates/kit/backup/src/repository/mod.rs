@@ -278,6 +278,15 @@ impl Repository {
         }
     }
 
+    /// Whether they are: a backup that had lost its lock may have left what names others.
+    pub fn has_packs(&self, packs: &[PackRef], id: &str) -> Result<bool> {
+        match self.check_packs(packs, id) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_damage() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// An error where a pack of a backup, or of a part of one, is not there in its length.
     pub fn check_packs(&self, packs: &[PackRef], id: &str) -> Result<()> {
         let there: HashMap<String, u64> = self

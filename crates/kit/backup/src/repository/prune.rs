@@ -103,7 +103,8 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
     let packs = repository.store.list("packs")?;
     if rules.is_dry {
         if damaged.is_empty() {
-            pruned.freed = unused(repository, &pruned.kept, packs)?.iter().map(|object| object.size).sum();
+            pruned.freed =
+                unused(repository, rules, &pruned.kept, packs)?.iter().map(|object| object.size).sum();
         }
         return Ok(pruned);
     }
@@ -125,7 +126,7 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
     let mut left = HashSet::new();
     loop {
         stop.check()?;
-        pruned.freed += sweep(repository, &pruned.kept)?;
+        pruned.freed += sweep(repository, rules, &pruned.kept)?;
         match repack(repository, &pruned.kept, rules.max_unused, &mut left, stop)? {
             Some(moved) => pruned.moved += moved,
             None => return Ok(pruned),
@@ -134,15 +135,20 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
 }
 
 /// Removes packs that nothing names: the bytes of them.
-fn sweep(repository: &Repository, kept: &[String]) -> Result<u64> {
-    let unused = unused(repository, kept, repository.store.list("packs")?)?;
+fn sweep(repository: &Repository, rules: &Rules, kept: &[String]) -> Result<u64> {
+    let unused = unused(repository, rules, kept, repository.store.list("packs")?)?;
     let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
     repository.remove(&names)?;
     Ok(unused.iter().map(|object| object.size).sum())
 }
 
 /// Those of some packs that neither a backup which is kept nor an interrupted one names.
-fn unused(repository: &Repository, kept: &[String], mut packs: Vec<ObjectMeta>) -> Result<Vec<ObjectMeta>> {
+fn unused(
+    repository: &Repository,
+    rules: &Rules,
+    kept: &[String],
+    mut packs: Vec<ObjectMeta>,
+) -> Result<Vec<ObjectMeta>> {
     let kept: HashSet<&str> = kept.iter().map(String::as_str).collect();
     let names = |id: &str, index: Result<Index>| match kept.contains(id) {
         true => index.map(|index| index.packs.iter().map(pack_name).collect::<Vec<_>>()),
@@ -153,7 +159,11 @@ fn unused(repository: &Repository, kept: &[String], mut packs: Vec<ObjectMeta>) 
         named.extend(names?);
     }
     for (_, partial) in repository.partials()? {
-        named.extend(partial?.packs.iter().map(pack_name));
+        match partial {
+            // The prune removes it before.
+            Err(error) if error.is_damage() && rules.is_dry => {}
+            partial => named.extend(partial?.packs.iter().map(pack_name)),
+        }
     }
     packs.retain(|object| !named.contains(object.location.as_ref()));
     Ok(packs)
@@ -169,7 +179,7 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
                 now - about.created < PARTIAL_DAYS * 86400
                     && about.base.as_ref().is_none_or(|base| kept.contains(base))
                     && !abouts.iter().any(is_over)
-                    && is_whole(repository, packs, &about.id)?
+                    && repository.has_packs(packs, &about.id)?
             }
             Err(error) if error.is_damage() => false,
             Err(_) => true,
@@ -180,15 +190,6 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
         partial.map(drop).or_else(|error| if error.is_damage() { Ok(()) } else { Err(error) })?;
     }
     repository.store.sync_removals("partial")
-}
-
-/// Whether the packs are there: a backup that had lost its lock may have left what names others.
-fn is_whole(repository: &Repository, packs: &[PackRef], id: &str) -> Result<bool> {
-    match repository.check_packs(packs, id) {
-        Ok(()) => Ok(true),
-        Err(error) if error.is_damage() => Ok(false),
-        Err(error) => Err(error),
-    }
 }
 
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use files::pattern::Image;
 
+use crate::driver::Driver;
 use crate::tool::{MIB, Place, Running, arg, id, text};
 
 const SIZE: u64 = 20 * MIB;
@@ -242,6 +243,40 @@ fn a_report_that_cannot_be_written_is_known_before_or_says_what_is_made() {
     let last = place.list().pop().expect("a backup");
     assert_eq!((output.status.code(), place.list().len()), (Some(1), 3), "{said}");
     assert!(said.contains(&format!("backup {last} is made")), "{said}");
+}
+
+#[test]
+fn a_snapshot_is_backed_up_once_whatever_came_after_it() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let (file, mut image) = (place.open_image(SIZE), Image::default());
+    let (device, endpoint) = (place.image(), driver.endpoint());
+    let auto = |handle: &str| {
+        let source = ["--device", arg(&device), "--endpoint", &endpoint, "--snapshot", handle];
+        place.ok(&[&["auto", "--volume", "v"], &source[..]].concat())
+    };
+    let made = ["one", "two"].map(|handle| {
+        image.write(&file, 7, 9, handle.len() as u64).expect("write");
+        driver.snapshot(handle, &image, SIZE);
+        id(&auto(handle))
+    });
+    assert_eq!([id(&auto("one")), id(&auto("two"))], made);
+    assert_eq!(place.list(), made);
+    // One that is damaged is none.
+    std::fs::write(place.repository().join("backups").join(&made[0]), "").expect("write");
+    assert!(!made.contains(&id(&auto("one"))));
+}
+
+#[test]
+fn a_dry_run_passes_over_what_a_prune_removes() {
+    let (place, _, _) = world();
+    let partial = place.repository().join("partial/20200101T000000.000Z-abcdef");
+    std::fs::create_dir_all(partial.parent().expect("a directory")).expect("mkdir");
+    std::fs::write(&partial, "half of it").expect("write");
+    let would = place.ok(&["prune", "--keep-last", "1", "--dry-run"]);
+    assert!(partial.exists());
+    let did = place.ok(&["prune", "--keep-last", "1"]);
+    assert!(!partial.exists() && would == did, "{would} {did}");
 }
 
 #[test]
