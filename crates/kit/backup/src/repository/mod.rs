@@ -114,37 +114,61 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// Opens a repository that is there.
+    /// Opens a repository that is there. Nothing needs the content of its [`CONFIG`], so backups beside a damaged one can be read.
     pub fn open(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
-        let store = Store::open(url, false, runtime, stop)?;
-        match store.get(CONFIG, MAX_NOTE) {
-            Ok(bytes) => index::open::<Config>(&bytes, CONFIG)?,
-            Err(error) if error.is_not_found() => {
-                // A bucket that does not exist is another error.
-                store.top()?;
-                return Err(Error::refused(format!(
-                    "{url} is no repository of cbt-backup: the first backup makes one, in an empty place"
-                )));
+        let repository = Self::of(Store::open(url, false, runtime, stop)?);
+        let Err(error) = repository.config() else { return Ok(repository) };
+        if !error.is_damage() {
+            return Err(error);
+        }
+        // A bucket that does not exist is another error.
+        if !repository.ids()?.is_empty() {
+            tracing::warn!(
+                "{}; the backups are not hurt, and the next backup writes it anew",
+                base::report(&error)
+            );
+            return Ok(repository);
+        }
+        Err(Error::refused(match error.is_not_found() {
+            true => {
+                format!("{url} is no repository of cbt-backup: the first backup makes one, in an empty place")
             }
-            Err(error) => return Err(error),
-        };
-        Ok(Repository { store, tables: Mutex::default(), parts: Mutex::default(), lock: None })
+            false => format!(
+                "{url} is no repository of cbt-backup, and {}: name an empty place, where the first backup makes one",
+                base::report(&error)
+            ),
+        }))
+    }
+
+    fn of(store: Store) -> Self {
+        Repository { store, tables: Mutex::default(), parts: Mutex::default(), lock: None }
+    }
+
+    fn config(&self) -> Result<Config> {
+        index::open(&self.store.get(CONFIG, MAX_NOTE)?, CONFIG)
     }
 
     /// The same, and makes one where there is nothing yet.
     pub fn open_or_create(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
-        let store = Store::open(url, true, runtime, stop)?;
-        if store.get(CONFIG, MAX_NOTE).is_err_and(|error| error.is_not_found()) {
+        let repository = Self::of(Store::open(url, true, runtime, stop)?);
+        if let Err(error) = repository.config()
+            && error.is_damage()
+        {
             // The root of an ext4 is empty.
             let is_other = |name: &String| name != "lock" && name != "lost+found";
-            if let Some(first) = store.top()?.into_iter().find(is_other) {
+            if repository.ids()?.is_empty()
+                && let Some(first) = repository.store.top()?.into_iter().find(is_other)
+            {
                 return Err(Error::refused(format!(
                     "{url} is no repository and not empty: it holds {first}; name an empty place"
                 )));
             }
             let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };
-            // Another process was quicker.
-            store.create(CONFIG, index::envelope(&config))?;
+            match error.is_not_found() {
+                // Another process was quicker.
+                true => drop(repository.store.create(CONFIG, index::envelope(&config))?),
+                false => repository.store.replace(CONFIG, index::envelope(&config))?,
+            }
         }
         Self::open(url, runtime, stop)
     }

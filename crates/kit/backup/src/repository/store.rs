@@ -241,7 +241,10 @@ impl Store {
         match (&error, self.head(name).await) {
             (object_store::Error::NotFound { .. }, _) => failed("read", name)(error),
             (_, Ok(Some(there))) if there.size < range.end => {
-                let why = format!("it has {} bytes, and {} are needed", there.size, range.end);
+                let why = match there.size {
+                    0 => "it is empty".to_owned(),
+                    size => format!("it has {size} bytes, and {} are needed", range.end),
+                };
                 Error::damaged(name.to_string(), why)
             }
             _ => failed("read", name)(error),

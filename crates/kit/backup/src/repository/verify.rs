@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::index::{self, envelope};
 use super::pack::{MAX_PACK, PackRef, Packs, read_table};
-use super::{BLOCK, CONFIG, Config, Index, MAX_NOTE, Repository, SEGMENT, SegmentRef, pack_name};
+use super::{BLOCK, Index, MAX_NOTE, Repository, SEGMENT, SegmentRef, pack_name};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 
@@ -216,9 +216,7 @@ fn others(
     seen: &mut Seen,
     stop: &Stop,
 ) -> Result<()> {
-    let config =
-        repository.store.get(CONFIG, MAX_NOTE).and_then(|bytes| index::open::<Config>(&bytes, CONFIG));
-    report.note(config.map(drop))?;
+    report.note(repository.config().map(drop))?;
     for object in repository.store.list("damaged")? {
         let name = object.location.to_string();
         let note =

@@ -315,6 +315,35 @@ fn names_that_are_not_the_tools_own_are_passed_over() {
 }
 
 #[test]
+fn a_damaged_name_of_the_repository_stops_no_restore() {
+    for damage in [Some(&b""[..]), Some(b"nonsense"), None] {
+        let (place, backup, image) = world();
+        let config = place.repository().join("repository");
+        match damage {
+            Some(bytes) => std::fs::write(&config, bytes).expect("write"),
+            None => std::fs::remove_file(&config).expect("remove"),
+        }
+        for arguments in [&["list"][..], &["show"], &["prune", "--keep-last", "1"]] {
+            let output = place.run(arguments);
+            let said = text(&output.stderr);
+            assert!(output.status.success() && said.contains("the next backup writes it anew"), "{said}");
+            assert!(!said.contains("0 bytes, and 1"), "{said}");
+        }
+        place.restores(&backup, &image, SIZE);
+        assert!(place.fails(1, &["verify"]).contains("repository"));
+        place.full();
+        place.ok(&["verify"]);
+    }
+    // Without a backup it may be anybody's.
+    let place = Place::new();
+    place.open_image(SIZE);
+    std::fs::create_dir(place.repository()).expect("mkdir");
+    std::fs::write(place.repository().join("repository"), "mine").expect("write");
+    says(&place, 1, "name an empty place", &["list", "full --volume v --device @/image"]);
+    assert_eq!(std::fs::read(place.repository().join("repository")).expect("read"), b"mine");
+}
+
+#[test]
 fn a_restore_to_a_directory_that_is_not_there_begins_nothing() {
     let (place, backup, _) = world();
     std::fs::remove_dir_all(place.repository().join("packs")).expect("remove");
