@@ -119,7 +119,7 @@ pub struct Source {
     #[arg(long, value_name = "NUMBER", default_value_t = 8)]
     pub retries: u32,
     /// How long the driver may send nothing until it is asked again.
-    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = shell::age)]
+    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = age)]
     pub max_silence: Duration,
     /// Reads at once.
     #[arg(long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=64))]
@@ -171,7 +171,7 @@ pub struct RunArguments {
     pub full: bool,
     /// How long the snapshot may take to be ready, and then the pod to start; and how long the API server may be away at any
     /// time.
-    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = age)]
     pub patience: Duration,
     /// Leave the snapshot.
     #[arg(long)]
@@ -276,7 +276,7 @@ pub struct PruneArguments {
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub max_unused: u8,
     /// How long to wait for other commands that use the repository. Default: it fails at once.
-    #[arg(long, value_name = "AGE", default_value = "0s", hide_default_value = true, value_parser = shell::age_or_none)]
+    #[arg(long, value_name = "AGE", default_value = "0s", hide_default_value = true, value_parser = age_or_none)]
     pub wait: Duration,
     /// Say which backups would be removed and what that would free at least, and do nothing. It needs no right to write.
     #[arg(long)]
@@ -367,6 +367,20 @@ pub fn driver(endpoint: &Endpoint) -> Result<Client, Error> {
             path.display()
         ))),
     }
+}
+
+fn age(text: &str) -> Result<Duration, String> {
+    shell::age(text).and_then(no_longer)
+}
+
+fn age_or_none(text: &str) -> Result<Duration, String> {
+    shell::age_or_none(text).and_then(no_longer)
+}
+
+/// A clock counts a hundred years, and not all that can be written.
+fn no_longer(age: Duration) -> Result<Duration, String> {
+    let most = Duration::from_secs(36500 * 86400);
+    (age <= most).then_some(age).ok_or_else(|| "it may be at most 36500d".into())
 }
 
 /// Level 0 is zstd's own default, which is another than ours.

@@ -229,6 +229,36 @@ fn packs_that_are_missing_take_no_memory_each_chunk() {
     assert!(report["damage"].as_array().is_some_and(|damage| damage.len() <= 2000), "{said}");
 }
 
+/// One pack with two numbers of chunks, in two backups.
+#[test]
+fn backups_that_contradict_each_other_are_damaged() {
+    let world = World::new();
+    let data = world.store(&[vec![7; 4096]]);
+    let map = |pack: &Pack, chunk: u32| {
+        let map = (vec![pack], vec![(0u32, 1u32, 0u32, chunk, 0u32)]);
+        vec![postcard::to_stdvec(&map).expect("postcard")]
+    };
+    let maps = world.store(&map(&data, 0));
+    let forged = Pack(maps.0, 700_000, 16384);
+    let beyond = world.store(&map(&forged, 9999));
+    let segment = Segment(0, 0, 0, 1, vec![1], [1; 16]);
+    let backups = [
+        (vec![forged.clone()], vec![]),
+        (vec![maps, data], vec![segment.clone()]),
+        (vec![beyond, forged], vec![segment]),
+    ];
+    std::fs::remove_file(&world.index).expect("remove");
+    for (number, (packs, segments)) in backups.into_iter().enumerate() {
+        let mut index = world.sound.clone();
+        index.0.0 = format!("20260101T000000.00{number}Z-000000");
+        (index.1, index.2) = (packs, segments);
+        write(&world.index.with_file_name(&index.0.0), &index);
+    }
+    world.is_damaged("rows", &[&["verify"]]);
+    let said = text(&world.run(&["prune", "--max-unused", "0"]).stderr);
+    assert!(!said.contains("panicked"), "{said}");
+}
+
 /// A repository of a version that did not write what is new.
 #[test]
 fn what_an_earlier_version_interrupted_can_be_read() {

@@ -344,6 +344,19 @@ fn a_damaged_name_of_the_repository_stops_no_restore() {
 }
 
 #[test]
+fn no_length_of_time_is_too_long_to_be_counted() {
+    let (place, _, _) = world();
+    for line in [
+        "prune --wait 213503982334601d",
+        "full --volume v --device @/image --max-silence 213503982334601d",
+        "run --pvc data --patience 213503982334601d",
+    ] {
+        says(&place, 2, "at most 36500d", &[line]);
+    }
+    place.ok(&["prune", "--wait", "36500d"]);
+}
+
+#[test]
 fn a_restore_to_a_directory_that_is_not_there_begins_nothing() {
     let (place, backup, _) = world();
     std::fs::remove_dir_all(place.repository().join("packs")).expect("remove");
