@@ -111,6 +111,9 @@ impl Device {
         let size = cached.seek(SeekFrom::End(0)).context("find the size of", path)?;
         let identity = Identity::of(&cached, path, size)?;
         let is_block = cached.metadata().context("look at", path)?.file_type().is_block_device();
+        if is_block && size == 0 {
+            return Err(Error::refused(format!("{} has no medium: it has 0 bytes", path.display())));
+        }
         let direct = open(OFlag::O_DIRECT).ok();
         Ok(Device { path: path.to_owned(), cached, direct, size, is_block, identity })
     }

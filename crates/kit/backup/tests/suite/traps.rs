@@ -10,6 +10,7 @@ use std::time::Duration;
 use files::pattern::Image;
 
 use crate::driver::Driver;
+use crate::s3::Bucket;
 use crate::tool::{MIB, Place, Running, arg, id, text};
 
 const SIZE: u64 = 20 * MIB;
@@ -354,6 +355,33 @@ fn no_length_of_time_is_too_long_to_be_counted() {
         says(&place, 2, "at most 36500d", &[line]);
     }
     place.ok(&["prune", "--wait", "36500d"]);
+}
+
+#[test]
+fn a_lock_that_cannot_be_read_is_waited_for() {
+    let mut bucket = Bucket::start();
+    bucket.place.environment.push(("CBT_BACKUP_TEST_LOCK_SECONDS", "16".into()));
+    let place = &bucket.place;
+    place.open_image(SIZE);
+    place.full();
+    for content in ["", "nonsense"] {
+        let lock = place.repository().join("locks/0123456789abcdef");
+        std::fs::create_dir_all(lock.parent().expect("a directory")).expect("mkdir");
+        std::fs::write(&lock, content).expect("write");
+        says(place, 1, "its lock ends at", &["list", "prune", "full --volume v --device @/image"]);
+        place.ok(&["prune", "--wait", "60"]);
+        assert!(bucket.locks().is_empty());
+    }
+}
+
+#[test_with::root]
+#[test]
+fn a_block_device_without_a_medium_is_none() {
+    let (place, _, _) = world();
+    std::fs::write(place.path("empty"), "").expect("write");
+    let device = Loop::of(&place.path("empty"));
+    says(&place, 1, "has no medium", &[&format!("full --volume v --device {}", device.0.display())]);
+    assert_eq!(place.list().len(), 1);
 }
 
 #[test]
