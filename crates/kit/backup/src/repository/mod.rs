@@ -179,6 +179,11 @@ impl Repository {
         Ok(Repository { lock, ..self })
     }
 
+    /// Whether there is one: a reader may have none.
+    pub fn has_lock(&self) -> bool {
+        self.lock.is_some()
+    }
+
     /// See [`Lock::check`].
     pub fn check_lock(&self) -> Result<()> {
         self.lock.as_ref().map_or(Ok(()), Lock::check)

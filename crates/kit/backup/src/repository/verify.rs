@@ -87,6 +87,7 @@ pub fn verify(
     stop: &Stop,
 ) -> Result<Report> {
     let mut report = Report::default();
+    let before = repository.store.list("backups")?;
     let all = repository.ids()?;
     let chosen: &[String] = ids.unwrap_or(&all);
     let mut uses: BTreeMap<[u8; 32], Use> = BTreeMap::new();
@@ -140,6 +141,14 @@ pub fn verify(
     }
     // What a prune does beside looks like damage.
     repository.was_held()?;
+    if !report.damage.is_empty() && !repository.has_lock() {
+        let after = repository.store.list("backups")?;
+        if before.iter().any(|index| !after.contains(index)) {
+            return Err(Error::refused(
+                "a prune has worked on the repository meanwhile, so what is missing may be no loss: run verify again",
+            ));
+        }
+    }
     note(repository, chosen, &report);
     Ok(report)
 }

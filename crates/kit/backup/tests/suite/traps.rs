@@ -10,6 +10,7 @@ use std::time::Duration;
 use files::pattern::Image;
 
 use crate::driver::Driver;
+use crate::proxy::{Fault, Proxy};
 use crate::s3::Bucket;
 use crate::tool::{MIB, Place, Running, arg, id, text};
 
@@ -280,6 +281,35 @@ fn a_dry_run_passes_over_what_a_prune_removes() {
     assert!(!partial.exists() && would == did, "{would} {did}");
 }
 
+/// A reader that may not write a lock, and a prune beside it.
+#[test]
+fn a_sound_repository_is_not_called_damaged_while_a_prune_runs() {
+    let mut bucket = Bucket::start();
+    let mut image = Image::default();
+    image.write(&bucket.place.open_image(SIZE), 7, 90, 1).expect("write");
+    bucket.place.full();
+    image.write(&bucket.place.open_image(SIZE), 7, 90, 2).expect("write");
+    bucket.place.full();
+    let direct = bucket.port;
+    let proxy = Proxy::start(bucket.port);
+    proxy.next("PUT", "/locks/", Fault::Refuse(403));
+    proxy.next("GET", "/packs/", Fault::Hold);
+    bucket.endpoint(proxy.port);
+    let reader = Running::start(bucket.place.command(&["verify"]));
+    proxy.wait_held();
+    bucket.endpoint(direct);
+    bucket.place.ok(&["prune", "--keep-last", "1"]);
+    proxy.open();
+    let output = reader.output();
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("a prune has worked on the repository meanwhile") && !said.contains("damage"),
+        "{said}"
+    );
+    bucket.place.ok(&["verify"]);
+}
+
 #[test]
 fn names_that_are_not_the_tools_own_are_passed_over() {
     let (place, backup, image) = world();
@@ -391,4 +421,18 @@ fn a_restore_to_a_directory_that_is_not_there_begins_nothing() {
     let restore = format!("restore {backup} --to @/new/");
     let lines = [&restore[..], "full --volume v --device @/image --report @/new/", "show --html @/new/"];
     says(&place, 1, "ends as that of a directory", &lines);
+}
+
+#[test]
+fn what_a_server_says_is_one_plain_line() {
+    let mut bucket = Bucket::start();
+    bucket.place.open_image(SIZE);
+    bucket.place.full();
+    let proxy = Proxy::start(bucket.port);
+    bucket.endpoint(proxy.port);
+    proxy.next("PUT", "/locks/", Fault::Refuse(403));
+    let output = bucket.place.run(&["list"]);
+    let said = text(&output.stderr);
+    assert!(output.status.success() && said.lines().count() == 1, "{said}");
+    assert!(said.contains("without a lock") && !said.contains('<') && !said.contains('\x1b'), "{said}");
 }
