@@ -110,7 +110,9 @@ impl Repository {
     pub fn segment(&self, index: &Index, of: &SegmentRef, packs: &mut Packs) -> Result<Segment> {
         let bytes = self.chunk(&index.packs[of.pack as usize], of.chunk)?;
         let segment = Segment::decode(&bytes, packs)?;
-        match segment.blocks() == u64::from(of.blocks) {
+        let end = segment.extents.last().map_or(0, Extent::end);
+        let is_inside = u64::from(of.number) * SEGMENT + u64::from(end) * BLOCK < index.about.size + BLOCK;
+        match segment.blocks() == u64::from(of.blocks) && is_inside {
             true => Ok(segment),
             false => Err(Error::damaged("the map of a segment", "it holds more or less than the index says")),
         }

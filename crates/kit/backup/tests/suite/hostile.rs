@@ -131,6 +131,11 @@ fn a_forged_index_is_damaged_and_takes_no_memory() {
         write(&world.index, &index);
         world.is_damaged(what, &commands);
     }
+    // Data behind the end of the volume.
+    let mut index = world.sound.clone();
+    index.0.8[0] = 5 * 4096;
+    write(&world.index, &index);
+    world.is_damaged("a size before its data", &[&["verify"], &["restore", id, "--to", to]]);
     // One that is long and holds nothing.
     let file = std::fs::File::create(&world.index).expect("create");
     file.set_len(3 << 30).expect("extend");
