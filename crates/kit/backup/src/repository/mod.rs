@@ -88,7 +88,7 @@ pub struct Partial {
     pub segments: Vec<SegmentRef>,
     /// All that are done.
     pub done: Vec<u32>,
-    /// What it was read from. Earlier versions do not say it.
+    /// What it was read from, where no driver was asked. Earlier versions do not say it.
     #[serde(deserialize_with = "index::if_there")]
     pub source: Option<Identity>,
 }
