@@ -104,14 +104,14 @@ pub struct Source {
     /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
     #[arg(long, value_name = "HANDLE", requires = "snapshot", value_parser = name)]
     pub base: Option<String>,
-    /// Write the result to this file too, as JSON.
+    /// Write the result to this file too, as JSON. It may not lie in the repository.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
     /// The most bytes to read a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
     /// Continue an interrupted or killed backup of the same snapshot and kind, if there is one; `auto` continues
-    /// either kind. Without --snapshot it must be of the same device, or of the same image that was not written to since.
+    /// either kind. Without a driver it must be of the same device, or of the same image that was not written to since.
     /// Some of what is stored is compared with the device; where it differs, the backup begins anew and says why.
     #[arg(long)]
     pub resume: bool,
@@ -119,7 +119,7 @@ pub struct Source {
     #[arg(long, value_name = "NUMBER", default_value_t = 8)]
     pub retries: u32,
     /// How long the driver may send nothing until it is asked again.
-    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = shell::age)]
+    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = age)]
     pub max_silence: Duration,
     /// Reads at once.
     #[arg(long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=64))]
@@ -171,7 +171,7 @@ pub struct RunArguments {
     pub full: bool,
     /// How long the snapshot may take to be ready, and then the pod to start; and how long the API server may be away at any
     /// time.
-    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = age)]
     pub patience: Duration,
     /// Leave the snapshot.
     #[arg(long)]
@@ -193,17 +193,17 @@ pub struct RunArguments {
 #[derive(Debug, Args)]
 pub struct RestoreArguments {
     /// The backup: its id, the beginning of it, or `latest`.
-    #[arg(value_name = "BACKUP")]
+    #[arg(value_name = "BACKUP", value_parser = name)]
     pub backup: String,
     /// Device or file to write.
     #[arg(long, value_name = "PATH")]
     pub to: PathBuf,
     /// Volume of which `latest` is meant.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Write only what differs from this backup. The device or file must hold it, unchanged; `verify BACKUP --against`
     /// tells.
-    #[arg(long, value_name = "BACKUP", conflicts_with = "overwrite")]
+    #[arg(long, value_name = "BACKUP", value_parser = name, conflicts_with = "overwrite")]
     pub onto_base: Option<String>,
     /// Replace the content of a file that exists. It keeps its owner and mode, and a symbolic link is followed.
     #[arg(long)]
@@ -222,10 +222,10 @@ pub struct RestoreArguments {
 #[derive(Debug, Args)]
 pub struct VerifyArguments {
     /// Backups to check: ids, beginnings of them, or `latest`. Default: everything in the repository.
-    #[arg(value_name = "BACKUP")]
+    #[arg(value_name = "BACKUP", value_parser = name)]
     pub backups: Vec<String>,
     /// Volume of which `latest` is meant.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Compare one backup with this device or file, byte by byte.
     #[arg(long, value_name = "PATH", requires = "backups")]
@@ -240,7 +240,7 @@ pub struct VerifyArguments {
 #[derive(Debug, Args)]
 pub struct ListArguments {
     /// Only backups of this volume.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
 }
 
@@ -267,16 +267,16 @@ pub struct PruneArguments {
     pub keep_yearly: Option<u16>,
     /// Remove this backup, whatever the rules say: its id, or the beginning of it. May be given several times. The other
     /// backups stay whole.
-    #[arg(long, value_name = "BACKUP")]
+    #[arg(long, value_name = "BACKUP", value_parser = name)]
     pub remove: Vec<String>,
     /// The rules are only about backups of this volume.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// The percentage of a pack that may be unused before it is rewritten.
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub max_unused: u8,
     /// How long to wait for other commands that use the repository. Default: it fails at once.
-    #[arg(long, value_name = "AGE", default_value = "0s", hide_default_value = true, value_parser = shell::age_or_none)]
+    #[arg(long, value_name = "AGE", default_value = "0s", hide_default_value = true, value_parser = age_or_none)]
     pub wait: Duration,
     /// Say which backups would be removed and what that would free at least, and do nothing. It needs no right to write.
     #[arg(long)]
@@ -290,10 +290,10 @@ pub struct PruneArguments {
 #[derive(Debug, Args)]
 pub struct ShowArguments {
     /// The backup: its id, the beginning of it, or `latest`. Default: all of them, as a history.
-    #[arg(value_name = "BACKUP", conflicts_with = "endpoint")]
+    #[arg(value_name = "BACKUP", value_parser = name, conflicts_with = "endpoint")]
     pub backup: Option<String>,
     /// Only backups of this volume.
-    #[arg(long, value_name = "NAME", conflicts_with = "endpoint")]
+    #[arg(long, value_name = "NAME", value_parser = name, conflicts_with = "endpoint")]
     pub volume: Option<String>,
     /// Write one HTML file that needs no other, with all maps.
     #[arg(long, value_name = "FILE")]
@@ -302,10 +302,10 @@ pub struct ShowArguments {
     #[arg(long, value_name = "SOCKET", requires = "target")]
     pub endpoint: Option<Endpoint>,
     /// CSI handle of the earlier snapshot: what changed since is shown.
-    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    #[arg(long, value_name = "HANDLE", requires = "endpoint", value_parser = name)]
     pub base: Option<String>,
     /// CSI handle of the snapshot.
-    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    #[arg(long, value_name = "HANDLE", requires = "endpoint", value_parser = name)]
     pub target: Option<String>,
 }
 
@@ -317,10 +317,10 @@ pub struct ShowArguments {
 #[derive(Debug, Args)]
 pub struct MountArguments {
     /// The backup: its id, the beginning of it, or `latest`.
-    #[arg(value_name = "BACKUP")]
+    #[arg(value_name = "BACKUP", value_parser = name)]
     pub backup: String,
     /// Volume of which `latest` is meant.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Socket to listen at.
     #[arg(long, value_name = "PATH")]
@@ -330,7 +330,7 @@ pub struct MountArguments {
     pub sector_size: String,
 }
 
-/// What is written into the repository, and shown in tables.
+/// A name of a volume, a backup or a snapshot: not empty, and fit for a table.
 fn name(text: &str) -> Result<String, String> {
     match text {
         "" => Err("it is empty: is a variable not set?".into()),
@@ -367,6 +367,20 @@ pub fn driver(endpoint: &Endpoint) -> Result<Client, Error> {
             path.display()
         ))),
     }
+}
+
+fn age(text: &str) -> Result<Duration, String> {
+    shell::age(text).and_then(no_longer)
+}
+
+fn age_or_none(text: &str) -> Result<Duration, String> {
+    shell::age_or_none(text).and_then(no_longer)
+}
+
+/// A clock counts a hundred years, and not all that can be written.
+fn no_longer(age: Duration) -> Result<Duration, String> {
+    let most = Duration::from_secs(36500 * 86400);
+    (age <= most).then_some(age).ok_or_else(|| "it may be at most 36500d".into())
 }
 
 /// Level 0 is zstd's own default, which is another than ours.

@@ -1,6 +1,6 @@
 //! Devices and images: reading and writing past the page cache, and which parts hold data.
 
-use std::fs::{File, TryLockError};
+use std::fs::{File, Metadata, TryLockError};
 use std::io::{Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -73,7 +73,7 @@ pub fn no_wait(path: &Path) -> Result<OFlag> {
     }
 }
 
-/// An error where a file cannot be written, or made. A FIFO needs a reader.
+/// An error where a file cannot be written, or made.
 pub fn check_writable(path: &Path) -> Result<()> {
     let options = |path: &Path| File::options().write(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path);
     match options(path) {
@@ -98,6 +98,7 @@ pub struct Device {
     /// Past the page cache, where the filesystem can.
     direct: Option<File>,
     size: u64,
+    is_block: bool,
     identity: Identity,
 }
 
@@ -109,7 +110,12 @@ impl Device {
         let mut cached = open(OFlag::empty()).context("open", path)?;
         let size = cached.seek(SeekFrom::End(0)).context("find the size of", path)?;
         let identity = Identity::of(&cached, path, size)?;
-        Ok(Device { path: path.to_owned(), cached, direct: open(OFlag::O_DIRECT).ok(), size, identity })
+        let is_block = cached.metadata().context("look at", path)?.file_type().is_block_device();
+        if is_block && size == 0 {
+            return Err(Error::refused(format!("{} has no medium: it has 0 bytes", path.display())));
+        }
+        let direct = open(OFlag::O_DIRECT).ok();
+        Ok(Device { path: path.to_owned(), cached, direct, size, is_block, identity })
     }
 
     /// The same for one that nobody may write to meanwhile: an error where another `cbt-backup` does.
@@ -125,6 +131,12 @@ impl Device {
     /// What it was when it was opened.
     pub fn identity(&self) -> &Identity {
         &self.identity
+    }
+
+    /// Whether a path means the same file.
+    pub fn is_at(&self, path: &Path) -> bool {
+        let same = |of: Metadata, at: Metadata| (of.dev(), of.ino()) == (at.dev(), at.ino());
+        self.cached.metadata().is_ok_and(|of| path.metadata().is_ok_and(|at| same(of, at)))
     }
 
     /// An error where it is a file that was written to since it was opened.
@@ -145,9 +157,13 @@ impl Device {
         self.size
     }
 
-    /// The parts that hold data, where it is a file. A device has no holes that show, so it is one part.
-    pub fn data(&self) -> DataRanges<'_> {
-        DataRanges::of(&self.cached, &self.path, ByteRange { start: 0, end: self.size })
+    /// The parts that hold data, where it is a file. A block device has no holes that show, so it is one part.
+    pub fn data(&self) -> Box<dyn Iterator<Item = files::Result<ByteRange>> + '_> {
+        let all = ByteRange { start: 0, end: self.size };
+        match self.is_block {
+            true => Box::new(std::iter::once(Ok(all))),
+            false => Box::new(DataRanges::of(&self.cached, &self.path, all)),
+        }
     }
 
     /// Reads at an offset, which is whole blocks, as the length is. What lies behind the end is zeros.

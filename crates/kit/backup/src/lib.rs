@@ -129,11 +129,14 @@ fn start(cli: Cli) -> Result<ExitCode> {
         .map_err(started)?;
     let lost = Lost::default();
     let context = Context { url: cli.repository, is_json: cli.output == Output::Json, runtime, stop, lost };
-    match execute(&context, cli.command) {
+    let done = match execute(&context, cli.command) {
         // The lock's loss stops a command as Ctrl-C does.
         Err(Error::Stopped) => Err(context.lost.check().err().unwrap_or(Error::Stopped)),
         done => done,
-    }
+    };
+    // A call to a disk that does not answer cannot be ended, and nobody waits for it any more.
+    context.runtime.shutdown_background();
+    done
 }
 
 fn execute(context: &Context, command: Command) -> Result<ExitCode> {
@@ -185,10 +188,8 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
 fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
     let url = context.url()?;
     // Nothing is made where there is nothing to read, or nowhere to tell of it.
-    device::Device::open(&source.device)?;
-    if let Some(report) = &source.report {
-        device::check_writable(report)?;
-    }
+    let device = device::Device::open(&source.device)?;
+    let report = source.report.as_ref().map(|report| report_of(context, report, &device)).transpose()?;
     let (asked, snapshot) = asked(context, &source)?;
     let request = Request {
         volume: source.volume,
@@ -206,12 +207,49 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
     let wanted = Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO, is_reader: false };
     let repository = context.lock(repository, wanted)?;
     let made = backup::run(&repository, &request, &context.stop)?.about;
-    if let Some(report) = &source.report {
+    if let Some(report) = report {
         let json = serde_json::to_vec(&made);
         let json = json.map_err(|error| Error::refused(format!("write JSON: {error}")))?;
-        files::change::write_whole(report, &json)?;
+        files::change::write_whole(&report, &json).map_err(|error| {
+            let (id, why) = (&made.id, base::report(&error));
+            Error::refused(format!("backup {id} is made, but its report is not written: {why}"))
+        })?;
     }
     tell_backup(context, &made)
+}
+
+/// The file of `--report`: one that can be written, and holds nothing that is needed.
+fn report_of(context: &Context, report: &Path, device: &device::Device) -> Result<PathBuf> {
+    let file = file_to_write(context, report)?;
+    if device.is_at(&file) {
+        return Err(Error::refused(format!(
+            "{} (--report) is what is backed up: name another file",
+            report.display()
+        )));
+    }
+    device::check_writable(&file)?;
+    Ok(file)
+}
+
+/// The file that a path means, and that may be written.
+fn file_to_write(context: &Context, path: &Path) -> Result<PathBuf> {
+    let file = restore::target_of(&absolute(path)?)?;
+    outside(context, &file).map(|()| file)
+}
+
+/// An error where a file that is written would be one of the repository.
+fn outside(context: &Context, path: &Path) -> Result<()> {
+    let real = |path: &Path| -> Option<PathBuf> {
+        let through_parent = || Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?));
+        path.canonicalize().ok().or_else(through_parent)
+    };
+    let repository = context.url.as_deref().filter(|url| !url.starts_with("s3://"));
+    match (repository.and_then(|dir| real(&absolute(Path::new(dir)).ok()?)), real(path)) {
+        (Some(dir), Some(path)) if path.starts_with(&dir) => {
+            Err(Error::refused(format!("{} is in the repository: name a file elsewhere", path.display())))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn tell_backup(context: &Context, made: &About) -> Result<ExitCode> {
@@ -248,6 +286,7 @@ fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> 
     let index = repository.find(&arguments.backup, volume)?;
     let threads = arguments.in_flight.into();
     let to = &absolute(&arguments.to)?;
+    outside(context, to)?;
     let restored = match &arguments.onto_base {
         Some(base) => {
             let base = repository.find(base, volume)?;
@@ -432,6 +471,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
 }
 
 fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
+    let html = arguments.html.as_ref().map(|file| file_to_write(context, file)).transpose()?;
     let (title, pictures) = match (&arguments.endpoint, &arguments.target) {
         (Some(endpoint), Some(target)) => {
             let base = arguments.base.as_deref();
@@ -452,8 +492,8 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
             }
         }
     };
-    if let Some(file) = &arguments.html {
-        show::write(&absolute(file)?, &show::html(&title, &pictures))?;
+    if let Some(file) = &html {
+        show::write(file, &show::html(&title, &pictures))?;
     }
     let has_colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     context.print(&pictures, || match pictures.as_slice() {

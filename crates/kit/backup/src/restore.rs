@@ -2,6 +2,7 @@
 
 use std::fs::{File, TryLockError};
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -83,11 +84,20 @@ pub fn run(
 
 /// The file that a path means, through symbolic links, also where it is not there yet.
 pub fn target_of(path: &Path) -> Result<PathBuf> {
+    if path.as_os_str().as_bytes().ends_with(b"/") {
+        return Err(Error::refused(format!(
+            "{}: the name of a file ends as that of a directory",
+            path.display()
+        )));
+    }
     // As many links as the kernel follows.
     let mut target = path.to_owned();
     for _ in 0..40 {
         if !target.is_symlink() {
             return match target.file_name() {
+                Some(_) if target.exists() && !target.is_file() => {
+                    Err(Error::refused(format!("{} is not a file", path.display())))
+                }
                 Some(_) => Ok(target),
                 None => Err(Error::refused(format!("{} is not the name of a file", path.display()))),
             };

@@ -35,7 +35,7 @@ pub fn store(
     let began = Instant::now();
     let Job { mut about, base, ranges, done } = job;
     let (packs, segments) = done.as_ref().map_or((&[][..], &[][..]), |done| (&done.packs, &done.segments));
-    let source = Some(device.identity().clone());
+    let source = partial::source(request, device);
     let run = Run {
         device,
         request,
@@ -158,8 +158,9 @@ impl<'r> Run<'r> {
                 }
             }
             drop(works);
-            let (device, writer, state) = (self.device, &self.writer, &self.state);
-            scope.spawn(move || Noting { device, writer, state, repository, about }.until_over(working));
+            let (writer, state) = (&self.writer, &self.state);
+            let source = partial::source(self.request, self.device);
+            scope.spawn(move || Noting { source, writer, state, repository, about }.until_over(working));
             let dispatched = self.dispatch(repository, ranges, about.size, seen, &orders);
             if dispatched.is_err() {
                 self.state.give_up();

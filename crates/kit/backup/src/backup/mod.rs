@@ -224,13 +224,13 @@ fn incremental(
     let (Some(asked), Some(snapshot)) = (&request.asked, &request.snapshot) else {
         return Err(Not::Possible("no driver to ask what changed: give --endpoint or --namespace".into()));
     };
+    if let Some(made) = made_of(repository, &request.volume, snapshot)? {
+        return Err(Not::Needed(Box::new(made)));
+    }
     let base = base_of(repository, request, partial.as_ref())?;
     let Some(handle) = &base.about.snapshot else {
         return Err(Not::Possible(format!("backup {} has no snapshot handle", base.about.id)));
     };
-    if handle == snapshot {
-        return Err(Not::Needed(Box::new(base)));
-    }
     let delta = asked.client.delta(handle, &asked.snapshot);
     let blocks = match wait(repository.store.runtime(), stop, delta)? {
         Ok(blocks) => blocks,
@@ -262,6 +262,26 @@ fn incremental(
     let done = partial.filter(|partial| partial.about.base == base_id && partial.about.size == size);
     let about = About { base: base_id, ..about(repository, request, Kind::Incremental, size)? };
     Ok(Job { about, base: Some(base), ranges: Ranges::Stream(Box::new(blocks)), done })
+}
+
+/// A sound backup of a snapshot, also where others came after it.
+fn made_of(repository: &Repository, volume: &str, snapshot: &str) -> Result<Option<Index>> {
+    let found = repository.each_index(|_, index| match index {
+        Ok(Index { about, .. }) => {
+            let is_it = about.volume == volume && about.snapshot.as_deref() == Some(snapshot);
+            Ok(is_it.then_some(about.id))
+        }
+        Err(error) if error.is_damage() => Ok(None),
+        Err(error) => Err(error),
+    })?;
+    for id in found.into_iter().rev() {
+        let Some(id) = id? else { continue };
+        let index = repository.index(&id)?;
+        if repository.known_damage(&id)?.is_none() && repository.has_packs(&index.packs, &id)? {
+            return Ok(Some(index));
+        }
+    }
+    Ok(None)
 }
 
 /// The backup that an incremental one is made over: of the snapshot that is named, or the last one of the volume.

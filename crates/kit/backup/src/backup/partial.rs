@@ -10,7 +10,7 @@ use files::AlignedBuffer;
 
 use super::Request;
 use super::state::State;
-use crate::device::{Device, is_zeros};
+use crate::device::{Device, Identity, is_zeros};
 use crate::error::Result;
 use crate::repository::index::envelope;
 use crate::repository::pack::Packs;
@@ -62,6 +62,12 @@ fn is_wished(of: &About, request: &Request) -> bool {
     }
 }
 
+/// What must be the same where no driver is asked: nothing else says then that it is the same data. A handle that was typed
+/// proves nothing.
+pub fn source(request: &Request, device: &Device) -> Option<Identity> {
+    request.asked.is_none().then(|| device.identity().clone())
+}
+
 /// Why a backup that was interrupted is not the one that is asked for.
 fn why_not(
     repository: &Repository,
@@ -76,10 +82,9 @@ fn why_not(
         let (was, is) = (named(&of.snapshot), named(&request.snapshot));
         return Ok(Some(format!("it is of snapshot {was}, and this backup of {is}")));
     }
-    // Without a snapshot nothing else says that it is the same data.
-    if of.snapshot.is_none() && partial.source.as_ref() != Some(device.identity()) {
+    if partial.source != source(request, device) {
         return Ok(Some(format!(
-            "it was read from {}, and that is another device or has changed since",
+            "it was read from {}, and that is another device, has changed since, or may have",
             of.device
         )));
     }
@@ -148,7 +153,7 @@ fn gap(extents: &[Extent]) -> Option<u32> {
 
 /// Notes from time to time how far a backup is.
 pub struct Noting<'n> {
-    pub device: &'n Device,
+    pub source: Option<Identity>,
     pub writer: &'n Writer<'n>,
     pub state: &'n State<'n>,
     pub repository: &'n Repository,
@@ -195,7 +200,7 @@ impl Noting<'_> {
             segments.retain(|of| is_done(of.number));
             self.repository.check_lock()?;
             let about = About { added: written.added, ..self.about.clone() };
-            let source = Some(self.device.identity().clone());
+            let source = self.source.clone();
             let partial = Partial { about, packs: written.packs, segments, done, source };
             return write(self.repository, &partial);
         }

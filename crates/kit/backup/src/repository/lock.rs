@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::MAX_NOTE;
 use super::store::Store;
 use crate::error::{Error, Result};
+use crate::show;
 
 /// A lock that was not written for so long is of a process that is gone.
 const LIFE: Duration = Duration::from_secs(600);
@@ -145,14 +146,20 @@ impl Lock {
         let mut is_told = false;
         loop {
             let tried = match store.dir() {
-                Some(dir) => try_file(&dir.join("lock"), wanted.mode),
+                // To open a FIFO is to wait for its other end.
+                Some(dir) => {
+                    store.check("lock", true).and_then(|()| try_file(&dir.join("lock"), wanted.mode))
+                }
                 None => ObjectLock::try_take(store, wanted, stop, lost).map(|lock| lock.map(Lock::Object)),
             };
             let tried = match tried {
                 Err(error) if wanted.is_reader && is_refused(&error) => {
+                    // A server answers with a page of XML.
                     let why = base::report(&error);
+                    let why = why.split(['\n', '<']).next().unwrap_or_default().trim_end_matches([':', ' ']);
                     shell::say!(
-                        "cbt-backup: continues without a lock, so a prune meanwhile may make it fail: {why}"
+                        "cbt-backup: continues without a lock, so a prune meanwhile may make it fail: {}",
+                        show::plain(why)
                     );
                     return Ok(None);
                 }
@@ -398,24 +405,30 @@ impl Held {
                 self.remove(name);
                 continue;
             }
-            let bytes = match self.store.get(&name, MAX_NOTE) {
+            let holder = match self.store.get(&name, MAX_NOTE) {
                 // Freed meanwhile.
                 Err(error) if error.is_not_found() => continue,
-                bytes => bytes?,
+                Err(error) if error.is_damage() => None,
+                bytes => serde_json::from_slice::<Holder>(&bytes?).ok(),
             };
-            let holder: Holder =
-                serde_json::from_slice(&bytes).map_err(|error| Error::damaged(&name, error.to_string()))?;
-            if holder.is_gone() {
+            if holder.as_ref().is_some_and(Holder::is_gone) {
                 self.remove(name);
                 continue;
             }
-            if mode == Mode::Exclusive || holder.mode == Mode::Exclusive {
-                let Holder { command, host, pid, .. } = holder;
+            // One that cannot be read may be that of a prune.
+            if mode == Mode::Exclusive || holder.as_ref().is_none_or(|holder| holder.mode == Mode::Exclusive)
+            {
+                let who = match holder {
+                    Some(Holder { command, host, pid, .. }) => {
+                        format!("cbt-backup {command} (process {pid} on {host})")
+                    }
+                    None => format!("a command whose lock {name} cannot be read"),
+                };
                 let ends = self.times.life - age;
                 let hint = if mode == Mode::Exclusive { ", or add --wait AGE" } else { "" };
                 let until = jiff::Timestamp::now() + ends;
                 let why = format!(
-                    "cbt-backup {command} (process {pid} on {host}) uses the repository: wait until it has ended{hint}. If \
+                    "{who} uses the repository: wait until it has ended{hint}. If \
                      it is gone, its lock ends at {}, {} seconds from now",
                     until.strftime("%H:%M:%S UTC"),
                     ends.as_secs()

@@ -11,7 +11,7 @@
 //!
 //! An ID is the time and random digits. Each new one comes after all that are there, also where the clock went back, so the
 //! order of the names is that in which backups were begun, and the last name is the latest backup. Nothing else in the
-//! directory is looked into or touched.
+//! directory is looked into or touched, and nothing through a symbolic link below it.
 //!
 //! Everything is a tree of checksums: an index has one of itself and names packs by the BLAKE3 of their tables, a table
 //! has that of each chunk, and a chunk may be the map of a segment, which names packs and chunks in turn. Objects never
@@ -88,7 +88,7 @@ pub struct Partial {
     pub segments: Vec<SegmentRef>,
     /// All that are done.
     pub done: Vec<u32>,
-    /// What it was read from. Earlier versions do not say it.
+    /// What it was read from, where no driver was asked. Earlier versions do not say it.
     #[serde(deserialize_with = "index::if_there")]
     pub source: Option<Identity>,
 }
@@ -114,37 +114,61 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// Opens a repository that is there.
+    /// Opens a repository that is there. Nothing needs the content of its [`CONFIG`], so backups beside a damaged one can be read.
     pub fn open(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
-        let store = Store::open(url, false, runtime, stop)?;
-        match store.get(CONFIG, MAX_NOTE) {
-            Ok(bytes) => index::open::<Config>(&bytes, CONFIG)?,
-            Err(error) if error.is_not_found() => {
-                // A bucket that does not exist is another error.
-                store.top()?;
-                return Err(Error::refused(format!(
-                    "{url} is no repository of cbt-backup: the first backup makes one, in an empty place"
-                )));
+        let repository = Self::of(Store::open(url, false, runtime, stop)?);
+        let Err(error) = repository.config() else { return Ok(repository) };
+        if !error.is_damage() {
+            return Err(error);
+        }
+        // A bucket that does not exist is another error.
+        if !repository.ids()?.is_empty() {
+            tracing::warn!(
+                "{}; the backups are not hurt, and the next backup writes it anew",
+                base::report(&error)
+            );
+            return Ok(repository);
+        }
+        Err(Error::refused(match error.is_not_found() {
+            true => {
+                format!("{url} is no repository of cbt-backup: the first backup makes one, in an empty place")
             }
-            Err(error) => return Err(error),
-        };
-        Ok(Repository { store, tables: Mutex::default(), parts: Mutex::default(), lock: None })
+            false => format!(
+                "{url} is no repository of cbt-backup, and {}: name an empty place, where the first backup makes one",
+                base::report(&error)
+            ),
+        }))
+    }
+
+    fn of(store: Store) -> Self {
+        Repository { store, tables: Mutex::default(), parts: Mutex::default(), lock: None }
+    }
+
+    fn config(&self) -> Result<Config> {
+        index::open(&self.store.get(CONFIG, MAX_NOTE)?, CONFIG)
     }
 
     /// The same, and makes one where there is nothing yet.
     pub fn open_or_create(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
-        let store = Store::open(url, true, runtime, stop)?;
-        if store.get(CONFIG, MAX_NOTE).is_err_and(|error| error.is_not_found()) {
+        let repository = Self::of(Store::open(url, true, runtime, stop)?);
+        if let Err(error) = repository.config()
+            && error.is_damage()
+        {
             // The root of an ext4 is empty.
             let is_other = |name: &String| name != "lock" && name != "lost+found";
-            if let Some(first) = store.top()?.into_iter().find(is_other) {
+            if repository.ids()?.is_empty()
+                && let Some(first) = repository.store.top()?.into_iter().find(is_other)
+            {
                 return Err(Error::refused(format!(
                     "{url} is no repository and not empty: it holds {first}; name an empty place"
                 )));
             }
             let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };
-            // Another process was quicker.
-            store.create(CONFIG, index::envelope(&config))?;
+            match error.is_not_found() {
+                // Another process was quicker.
+                true => drop(repository.store.create(CONFIG, index::envelope(&config))?),
+                false => repository.store.replace(CONFIG, index::envelope(&config))?,
+            }
         }
         Self::open(url, runtime, stop)
     }
@@ -153,6 +177,11 @@ impl Repository {
     pub fn lock(self, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Self> {
         let lock = Lock::take(&self.store, wanted, stop, lost)?;
         Ok(Repository { lock, ..self })
+    }
+
+    /// Whether there is one: a reader may have none.
+    pub fn has_lock(&self) -> bool {
+        self.lock.is_some()
     }
 
     /// See [`Lock::check`].
@@ -278,6 +307,15 @@ impl Repository {
         }
     }
 
+    /// Whether they are: a backup that had lost its lock may have left what names others.
+    pub fn has_packs(&self, packs: &[PackRef], id: &str) -> Result<bool> {
+        match self.check_packs(packs, id) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_damage() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// An error where a pack of a backup, or of a part of one, is not there in its length.
     pub fn check_packs(&self, packs: &[PackRef], id: &str) -> Result<()> {
         let there: HashMap<String, u64> = self
@@ -311,6 +349,23 @@ fn decode(name: &str, bytes: Result<Vec<u8>>) -> Result<Index> {
     match name.strip_prefix("backups/") == Some(&index.about.id) {
         true => Ok(index),
         false => Err(Error::damaged(name, format!("it is that of {}", index.about.id))),
+    }
+}
+
+/// Whether this is the name of an object of ours. Any other in the directory, or in the bucket, is somebody else's.
+fn is_ours(name: &str) -> bool {
+    let are_digits = |text: &str, count: usize| {
+        text.len() == count && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    };
+    let is_id = |id: &str| {
+        time_of(id).is_some() && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
+    };
+    match name.split('/').collect::<Vec<_>>()[..] {
+        ["packs", dir, pack] => are_digits(pack, 64) && dir == &pack[..2],
+        ["backups" | "partial" | "damaged", id] => is_id(id),
+        ["locks", id] => are_digits(id, 16),
+        [name] => name == CONFIG,
+        _ => false,
     }
 }
 
@@ -362,12 +417,10 @@ mod tests {
                 ids.last().is_some_and(|last| time_of(last).expect("a time") >= now)
             );
             repository.store.replace(&format!("backups/{id}"), Vec::new()).expect("write");
-            // What others put there says nothing about the time.
+            // What others put there is no backup.
             repository.store.replace("backups/zzz-1", Vec::new()).expect("write");
             ids.push(id);
         }
-        let mut found = repository.ids().expect("ids");
-        assert_eq!(found.pop().as_deref(), Some("zzz-1"));
-        assert_eq!(found, ids);
+        assert_eq!(repository.ids().expect("ids"), ids);
     }
 }

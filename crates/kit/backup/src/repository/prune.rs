@@ -7,10 +7,8 @@
 //! anything more: others may be at work by then.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::path::Path;
 
 use base::Stop;
-use files::Context;
 use jiff::Timestamp;
 use object_store::ObjectMeta;
 use serde::Serialize;
@@ -21,7 +19,7 @@ use super::keep::kept;
 use super::pack::{Chunk, MAX_PACK, PackRef, Packs, read_table};
 use super::verify::{Use, as_index};
 use super::writer::{Writer, gather};
-use super::{About, CONFIG, Index, Partial, Repository, SegmentRef, pack_name};
+use super::{About, Index, Partial, Repository, SegmentRef, is_ours, pack_name};
 use crate::error::{Error, Result};
 
 /// Chunks that are moved in one go: 64 MB of memory.
@@ -61,8 +59,10 @@ pub struct Pruned {
 pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Pruned> {
     let mut removed =
         rules.remove.iter().map(|wanted| repository.named(wanted)).collect::<Result<BTreeSet<String>>>()?;
-    let (mut abouts, mut damaged) = (Vec::new(), Vec::new());
+    let is_of = |about: &About| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume);
+    let (mut abouts, mut damaged, mut is_known) = (Vec::new(), Vec::new(), rules.volume.is_none());
     for (id, about) in repository.each_index(|id, index| (id.to_owned(), index.map(|index| index.about)))? {
+        is_known |= about.as_ref().is_ok_and(is_of);
         match about {
             _ if removed.contains(&id) => {}
             Ok(about) => abouts.push(about),
@@ -85,9 +85,12 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
             Err(error) => return Err(error),
         }
     }
-    let (of_volume, others): (Vec<_>, Vec<_>) = abouts
-        .into_iter()
-        .partition(|about| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume));
+    if let Some(volume) = rules.volume.as_ref().filter(|_| !is_known) {
+        return Err(Error::refused(format!(
+            "there is no backup of {volume}: `cbt-backup list` names all volumes"
+        )));
+    }
+    let (of_volume, others): (Vec<_>, Vec<_>) = abouts.into_iter().partition(is_of);
     let mut keeps = kept(&of_volume, rules.keep);
     keeps.extend(others.iter().map(|about| about.id.clone()).chain(damaged.iter().cloned()));
     removed.extend(of_volume.iter().map(|about| about.id.clone()).filter(|id| !keeps.contains(id)));
@@ -100,7 +103,8 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
     let packs = repository.store.list("packs")?;
     if rules.is_dry {
         if damaged.is_empty() {
-            pruned.freed = unused(repository, &pruned.kept, packs)?.iter().map(|object| object.size).sum();
+            pruned.freed =
+                unused(repository, rules, &pruned.kept, packs)?.iter().map(|object| object.size).sum();
         }
         return Ok(pruned);
     }
@@ -122,7 +126,7 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
     let mut left = HashSet::new();
     loop {
         stop.check()?;
-        pruned.freed += sweep(repository, &pruned.kept)?;
+        pruned.freed += sweep(repository, rules, &pruned.kept)?;
         match repack(repository, &pruned.kept, rules.max_unused, &mut left, stop)? {
             Some(moved) => pruned.moved += moved,
             None => return Ok(pruned),
@@ -131,15 +135,20 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
 }
 
 /// Removes packs that nothing names: the bytes of them.
-fn sweep(repository: &Repository, kept: &[String]) -> Result<u64> {
-    let unused = unused(repository, kept, repository.store.list("packs")?)?;
+fn sweep(repository: &Repository, rules: &Rules, kept: &[String]) -> Result<u64> {
+    let unused = unused(repository, rules, kept, repository.store.list("packs")?)?;
     let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
     repository.remove(&names)?;
     Ok(unused.iter().map(|object| object.size).sum())
 }
 
 /// Those of some packs that neither a backup which is kept nor an interrupted one names.
-fn unused(repository: &Repository, kept: &[String], mut packs: Vec<ObjectMeta>) -> Result<Vec<ObjectMeta>> {
+fn unused(
+    repository: &Repository,
+    rules: &Rules,
+    kept: &[String],
+    mut packs: Vec<ObjectMeta>,
+) -> Result<Vec<ObjectMeta>> {
     let kept: HashSet<&str> = kept.iter().map(String::as_str).collect();
     let names = |id: &str, index: Result<Index>| match kept.contains(id) {
         true => index.map(|index| index.packs.iter().map(pack_name).collect::<Vec<_>>()),
@@ -150,7 +159,11 @@ fn unused(repository: &Repository, kept: &[String], mut packs: Vec<ObjectMeta>) 
         named.extend(names?);
     }
     for (_, partial) in repository.partials()? {
-        named.extend(partial?.packs.iter().map(pack_name));
+        match partial {
+            // The prune removes it before.
+            Err(error) if error.is_damage() && rules.is_dry => {}
+            partial => named.extend(partial?.packs.iter().map(pack_name)),
+        }
     }
     packs.retain(|object| !named.contains(object.location.as_ref()));
     Ok(packs)
@@ -166,7 +179,7 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
                 now - about.created < PARTIAL_DAYS * 86400
                     && about.base.as_ref().is_none_or(|base| kept.contains(base))
                     && !abouts.iter().any(is_over)
-                    && is_whole(repository, packs, &about.id)?
+                    && repository.has_packs(packs, &about.id)?
             }
             Err(error) if error.is_damage() => false,
             Err(_) => true,
@@ -179,43 +192,21 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
     repository.store.sync_removals("partial")
 }
 
-/// Whether the packs are there: a backup that had lost its lock may have left what names others.
-fn is_whole(repository: &Repository, packs: &[PackRef], id: &str) -> Result<bool> {
-    match repository.check_packs(packs, id) {
-        Ok(()) => Ok(true),
-        Err(error) if error.is_damage() => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
 fn remove_drafts(repository: &Repository) -> Result<()> {
-    fn walk(dir: &Path, depth: usize, start: &str) -> Result<()> {
-        let entries = match dir.read_dir() {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-            entries => entries.context("list", dir)?,
-        };
-        for entry in entries {
-            let path = entry.context("list", dir)?.path();
-            if depth > 0 && path.is_dir() {
-                walk(&path, depth - 1, start)?;
-                continue;
-            }
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let is_draft = name.rsplit_once('#').is_some_and(|(_, digits)| {
-                !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
-            });
-            if is_draft && name.starts_with(start) {
-                files::change::remove_file(&path)?;
-            }
-        }
-        Ok(())
-    }
     let Some(dir) = repository.store.dir() else { return Ok(()) };
-    for name in ["packs", "backups", "partial", "damaged"] {
-        walk(&dir.join(name), 1, "")?;
+    for top in ["packs", "backups", "partial", "damaged", ""] {
+        let is_draft = |name: &str| {
+            let parts = name.rsplit_once('#').filter(|(name, _)| is_ours(name));
+            parts.is_some_and(|(_, number)| {
+                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+            })
+        };
+        for (name, _) in repository.store.files(top)?.iter().filter(|(name, _)| is_draft(name)) {
+            files::change::remove_file(&dir.join(name))?;
+        }
     }
-    walk(dir, 0, CONFIG)
+    Ok(())
 }
 
 /// What is in use of each pack: data, and maps of segments.

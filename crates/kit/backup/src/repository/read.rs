@@ -58,8 +58,16 @@ pub type Parts = VecDeque<Part>;
 impl Repository {
     /// The table of a pack.
     pub fn table(&self, pack: &PackRef) -> Result<Arc<Vec<Row>>> {
-        if let Some(table) = self.tables.lock().get(&pack.id) {
-            return Ok(table.clone());
+        let known = self.tables.lock().get(&pack.id).cloned();
+        if let Some(table) = known {
+            // Another index may say otherwise of the same pack.
+            return match table.len() == pack.rows as usize {
+                true => Ok(table),
+                false => Err(Error::damaged(
+                    format!("pack {}", pack.name()),
+                    format!("it has {} chunks, and not the {} of an index", table.len(), pack.rows),
+                )),
+            };
         }
         let table = Arc::new(read_table(pack, &self.store.get_range(&pack_name(pack), pack.table())?)?);
         let mut tables = self.tables.lock();
@@ -102,7 +110,9 @@ impl Repository {
     pub fn segment(&self, index: &Index, of: &SegmentRef, packs: &mut Packs) -> Result<Segment> {
         let bytes = self.chunk(&index.packs[of.pack as usize], of.chunk)?;
         let segment = Segment::decode(&bytes, packs)?;
-        match segment.blocks() == u64::from(of.blocks) {
+        let end = segment.extents.last().map_or(0, Extent::end);
+        let is_inside = u64::from(of.number) * SEGMENT + u64::from(end) * BLOCK < index.about.size + BLOCK;
+        match segment.blocks() == u64::from(of.blocks) && is_inside {
             true => Ok(segment),
             false => Err(Error::damaged("the map of a segment", "it holds more or less than the index says")),
         }

@@ -1,15 +1,19 @@
 //! The storage below a repository: a directory or a bucket, through one interface. Calls block; they are made by plain
 //! threads. Nothing here knows what an object is for.
+//!
+//! In a directory anybody may have left a symbolic link, a FIFO or a file of another name. A directory at the top may be a link, to
+//! another disk; below it no link is followed, and an object is a plain file ([`Store::check`]).
 
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use base::Stop;
 use bytes::Bytes;
-use files::{ALIGN, AlignedBuffer, change, durable};
+use files::{ALIGN, AlignedBuffer, Context, change, durable};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
@@ -114,6 +118,7 @@ impl Store {
     /// Writes an object, durably and as one step: under its name there is nothing of it, or all. One that is there
     /// already is replaced. Quicker where the parts are aligned to [`ALIGN`].
     pub async fn put(&self, name: &str, parts: Vec<Bytes>) -> Result<()> {
+        self.check(name, false)?;
         if let Some(dir) = &self.dir
             && parts.iter().map(|part| part.len() as u64).sum::<u64>() >= LARGE
         {
@@ -132,6 +137,7 @@ impl Store {
     /// The same, and `false` where the name is taken. No two writers have the same bytes for a name, so that where they are
     /// there all the same they are of a try whose answer was lost.
     pub fn create(&self, name: &str, bytes: Vec<u8>) -> Result<bool> {
+        self.check(name, false)?;
         let bytes = Bytes::from(bytes);
         let path = Name::from(name);
         let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
@@ -213,6 +219,7 @@ impl Store {
     }
 
     async fn get_whole(&self, name: &str, most: usize) -> Result<Vec<u8>> {
+        self.check(name, true)?;
         let name = Name::from(name);
         // No more of it is read than may be there, whatever its length.
         let options = GetOptions::new().with_range(Some(GetRange::Bounded(0..most as u64 + 1)));
@@ -234,7 +241,10 @@ impl Store {
         match (&error, self.head(name).await) {
             (object_store::Error::NotFound { .. }, _) => failed("read", name)(error),
             (_, Ok(Some(there))) if there.size < range.end => {
-                let why = format!("it has {} bytes, and {} are needed", there.size, range.end);
+                let why = match there.size {
+                    0 => "it is empty".to_owned(),
+                    size => format!("it has {size} bytes, and {} are needed", range.end),
+                };
                 Error::damaged(name.to_string(), why)
             }
             _ => failed("read", name)(error),
@@ -257,6 +267,7 @@ impl Store {
 
     /// Part of an object; an error where it is shorter.
     pub fn get_range(&self, name: &str, range: Range<u64>) -> Result<Bytes> {
+        self.check(name, true)?;
         let name = Name::from(name);
         if range.is_empty() {
             return Ok(Bytes::new());
@@ -281,6 +292,7 @@ impl Store {
         range: Range<u64>,
         buffer: &'b mut AlignedBuffer,
     ) -> Result<&'b [u8]> {
+        self.check(name, true)?;
         let length = (range.end - range.start) as usize;
         let device = match &self.dir {
             Some(dir) if length as u64 >= LARGE => Device::open(&dir.join(name)).ok(),
@@ -300,13 +312,46 @@ impl Store {
         Ok(&part[before..before + length])
     }
 
-    /// The objects below a prefix, which ends at a slash.
-    pub fn list(&self, prefix: &str) -> Result<Vec<ObjectMeta>> {
-        let name = Name::from(prefix);
-        let list = self.inner.list(Some(&name)).try_collect();
-        let mut found: Vec<ObjectMeta> = self.wait(list)?.map_err(failed("list", &name))?;
+    /// An error where what a directory has under this name is not ours to read or to change: below its top a directory that is a
+    /// symbolic link, and an object to be read that is no plain file. What is missing is an error of the call itself.
+    pub fn check(&self, name: &str, is_read: bool) -> Result<()> {
+        let Some(mut path) = self.dir.clone() else { return Ok(()) };
+        for (depth, part) in name.split('/').enumerate() {
+            path.push(part);
+            let found = if depth == 0 { path.metadata() } else { path.symlink_metadata() };
+            let Ok(found) = found else { return Ok(()) };
+            let is_object = depth == name.matches('/').count();
+            let why = match is_object {
+                false if found.is_symlink() => "is a symbolic link, which is not followed",
+                true if is_read && !found.is_file() => "is no plain file",
+                _ => continue,
+            };
+            return Err(Error::damaged(name, format!("{} {why}", path.display())));
+        }
+        Ok(())
+    }
+
+    /// The objects of a directory at the top, and those of directories in it. What has another name than ours is none.
+    pub fn list(&self, top: &str) -> Result<Vec<ObjectMeta>> {
+        let name = Name::from(top);
+        let mut found: Vec<ObjectMeta> = match &self.dir {
+            Some(_) => self.files(top)?.into_iter().map(|(name, found)| meta(&name, &found)).collect(),
+            None => self.wait(self.inner.list(Some(&name)).try_collect())?.map_err(failed("list", &name))?,
+        };
+        found.retain(|object| super::is_ours(object.location.as_ref()));
         found.sort_by(|a, b| a.location.cmp(&b.location));
         Ok(found)
+    }
+
+    /// Everything in a directory at the top, and in directories in it, that is no directory; of no name, what lies at the top.
+    pub fn files(&self, top: &str) -> Result<Vec<(String, Metadata)>> {
+        let Some(dir) = self.dir.clone() else { return Ok(Vec::new()) };
+        let top = top.to_owned();
+        let walked = self.wait(self.runtime.spawn_blocking(move || {
+            let mut found = Vec::new();
+            walk(&dir, &top, usize::from(!top.is_empty()), &mut found).map(|()| found)
+        }))?;
+        walked.map_err(|error| Error::refused(format!("list: {error}")))?
     }
 
     /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into.
@@ -319,7 +364,9 @@ impl Store {
 
     /// Removes objects; one that is gone already is none of its errors.
     pub fn remove(&self, names: &[String]) -> Result<()> {
-        for name in names.iter().map(|name| Name::from(name.as_str())) {
+        for name in names {
+            self.check(name, false)?;
+            let name = Name::from(name.as_str());
             match self.runtime.block_on(self.in_time(self.inner.delete(&name)))? {
                 Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
                 Err(error) => return Err(failed("remove", &name)(error)),
@@ -335,6 +382,35 @@ impl Store {
             _ => Ok(()),
         }
     }
+}
+
+fn walk(dir: &Path, name: &str, depth: usize, found: &mut Vec<(String, Metadata)>) -> Result<()> {
+    let path = dir.join(name);
+    let entries = match path.read_dir() {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        entries => entries.context("list", &path)?,
+    };
+    for entry in entries {
+        let entry = entry.context("list", &path)?;
+        // Ours are letters and digits, and others may have any bytes.
+        let Some(name) = Path::new(name).join(entry.file_name()).to_str().map(str::to_owned) else {
+            continue;
+        };
+        match entry.metadata() {
+            Ok(of) if of.is_dir() && depth > 0 => walk(dir, &name, depth - 1, found)?,
+            Ok(of) if of.is_dir() => {}
+            Ok(of) => found.push((name, of)),
+            // Removed meanwhile.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error).context("look at", &entry.path()).map_err(Error::from),
+        }
+    }
+    Ok(())
+}
+
+fn meta(name: &str, of: &Metadata) -> ObjectMeta {
+    let last_modified = of.modified().unwrap_or(SystemTime::UNIX_EPOCH).into();
+    ObjectMeta { location: name.into(), last_modified, size: of.len(), e_tag: None, version: None }
 }
 
 /// Whether the environment has keys, or names who gives a pod those of its role.

@@ -1,7 +1,7 @@
 //! Reading everything back against its checksums, and saying which backups damage hurts and where.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use base::Stop;
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::index::{self, envelope};
 use super::pack::{MAX_PACK, PackRef, Packs, read_table};
-use super::{BLOCK, CONFIG, Config, Index, MAX_NOTE, Repository, SEGMENT, Segment, SegmentRef, pack_name};
+use super::{BLOCK, Index, MAX_NOTE, Repository, SEGMENT, SegmentRef, pack_name};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 
@@ -36,7 +36,8 @@ pub struct Damage {
     pub backup: Option<String>,
     /// What, and how it shows.
     pub what: String,
-    /// The bytes of the volume that it is about, where it is about some alone.
+    /// The bytes of the volume that it is about, where it is about some alone. The last of very many ranges of a backup reaches
+    /// to the end of what is damaged.
     pub start: Option<u64>,
     /// The byte after the last of them.
     pub end: Option<u64>,
@@ -86,6 +87,7 @@ pub fn verify(
     stop: &Stop,
 ) -> Result<Report> {
     let mut report = Report::default();
+    let before = repository.store.list("backups")?;
     let all = repository.ids()?;
     let chosen: &[String] = ids.unwrap_or(&all);
     let mut uses: BTreeMap<[u8; 32], Use> = BTreeMap::new();
@@ -111,34 +113,42 @@ pub fn verify(
     report.bytes = total;
     if ids.is_none() {
         let mut unused: u64 = broken.unused;
-        let known: std::collections::HashSet<String> = packs.iter().map(|of| pack_name(&of.pack)).collect();
+        let known: HashSet<String> = packs.iter().map(|of| pack_name(&of.pack)).collect();
         let there = repository.store.list("packs")?;
         unused +=
             there.iter().filter(|of| !known.contains(of.location.as_ref())).map(|of| of.size).sum::<u64>();
         report.unused = Some(unused);
     }
-    if !broken.chunks.is_empty() {
+    if !broken.is_empty() {
+        let mut reported = HashSet::new();
         for id in chosen {
             if let Ok(index) = repository.index(id) {
-                report.damage.extend(hurt(repository, &index, &broken.chunks)?);
+                report.damage.extend(hurt(repository, &index, &broken, &mut reported, stop)?);
             }
         }
+        let partials = if ids.is_none() { repository.partials()? } else { Vec::new() };
+        for partial in partials.into_iter().filter_map(|(_, partial)| partial.ok()) {
+            report.damage.extend(hurt(repository, &as_index(&partial), &broken, &mut reported, stop)?);
+        }
         // What hurts no backup is damage all the same.
-        for ((pack, _), why) in &broken.chunks {
-            let is_reported = report.damage.iter().any(|damage| damage.what.contains(why.as_str()));
-            if !is_reported {
-                let pack = blake3::Hash::from(*pack).to_hex();
-                report.damage.push(Damage {
-                    backup: None,
-                    what: format!("pack {pack}: {why}"),
-                    start: None,
-                    end: None,
-                });
-            }
+        let whole = broken.packs.iter().map(|(pack, why)| ((*pack, None), why));
+        let chunks = broken.chunks.iter().map(|((pack, chunk), why)| ((*pack, Some(*chunk)), why));
+        for ((pack, _), why) in whole.chain(chunks).filter(|(key, _)| !reported.contains(key)) {
+            let pack = blake3::Hash::from(pack).to_hex();
+            let what = format!("pack {pack}: {why}");
+            report.damage.push(Damage { backup: None, what, start: None, end: None });
         }
     }
     // What a prune does beside looks like damage.
     repository.was_held()?;
+    if !report.damage.is_empty() && !repository.has_lock() {
+        let after = repository.store.list("backups")?;
+        if before.iter().any(|index| !after.contains(index)) {
+            return Err(Error::refused(
+                "a prune has worked on the repository meanwhile, so what is missing may be no loss: run verify again",
+            ));
+        }
+    }
     note(repository, chosen, &report);
     Ok(report)
 }
@@ -215,9 +225,7 @@ fn others(
     seen: &mut Seen,
     stop: &Stop,
 ) -> Result<()> {
-    let config =
-        repository.store.get(CONFIG, MAX_NOTE).and_then(|bytes| index::open::<Config>(&bytes, CONFIG));
-    report.note(config.map(drop))?;
+    report.note(repository.config().map(drop))?;
     for object in repository.store.list("damaged")? {
         let name = object.location.to_string();
         let note =
@@ -259,12 +267,33 @@ pub fn as_index(partial: &super::Partial) -> Index {
     }
 }
 
+/// A pack that is broken as a whole, or a chunk of one.
+type Key = ([u8; 32], Option<u32>);
+
+/// What is broken, and why. Of a pack with no table nothing is said chunk by chunk: an index may name many that are missing.
 #[derive(Default)]
 struct Broken {
-    /// Chunks, and why.
+    packs: BTreeMap<[u8; 32], String>,
     chunks: BTreeMap<([u8; 32], u32), String>,
     /// Bytes of chunks that are not in use.
     unused: u64,
+}
+
+impl Broken {
+    fn is_empty(&self) -> bool {
+        self.packs.is_empty() && self.chunks.is_empty()
+    }
+
+    /// Whether anything of a pack is.
+    fn has(&self, pack: &PackRef) -> bool {
+        let chunks = (pack.id, 0)..=(pack.id, u32::MAX);
+        self.packs.contains_key(&pack.id) || self.chunks.range(chunks).next().is_some()
+    }
+
+    fn find(&self, pack: &PackRef, chunk: u32) -> Option<(Key, &String)> {
+        let whole = self.packs.get(&pack.id).map(|why| ((pack.id, None), why));
+        whole.or_else(|| Some(((pack.id, Some(chunk)), self.chunks.get(&(pack.id, chunk))?)))
+    }
 }
 
 fn read_packs(
@@ -287,6 +316,7 @@ fn read_packs(
                         Ok(found) => {
                             let mut broken = broken.lock();
                             broken.unused += found.unused;
+                            broken.packs.extend(found.packs);
                             broken.chunks.extend(found.chunks);
                         }
                         Err(error) => {
@@ -308,12 +338,10 @@ fn read_packs(
 /// Every byte of a pack.
 fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
     let mut broken = Broken::default();
-    let mut all =
-        |why: String| broken.chunks.extend((0..of.pack.rows).map(|chunk| ((of.pack.id, chunk), why.clone())));
     let bytes = match repository.store.get(&pack_name(&of.pack), MAX_PACK) {
         Ok(bytes) => bytes,
         Err(error) if error.is_damage() => {
-            all(base::report(&error));
+            broken.packs.insert(of.pack.id, base::report(&error));
             return Ok(broken);
         }
         Err(error) => return Err(error),
@@ -340,35 +368,45 @@ fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
                 }
             }
         }
-        Err(error) => all(base::report(&error)),
+        Err(error) => drop(broken.packs.insert(of.pack.id, base::report(&error))),
     }
     Ok(broken)
 }
 
-/// The bytes of a backup that lie in broken chunks.
+/// Ranges of a backup that are told one by one.
+const TOLD: usize = 1000;
+
+/// The bytes of a backup that lie in broken chunks. What is broken and told of, here or by [`look`], goes to `reported`.
 fn hurt(
     repository: &Repository,
     index: &Index,
-    broken: &BTreeMap<([u8; 32], u32), String>,
+    broken: &Broken,
+    reported: &mut HashSet<Key>,
+    stop: &Stop,
 ) -> Result<Vec<Damage>> {
-    let is_broken = |pack: &PackRef| broken.range((pack.id, 0)..=(pack.id, u32::MAX)).next().is_some();
     let mut damage: Vec<Damage> = Vec::new();
     for of in &index.segments {
-        if !of.packs.iter().any(|pack| is_broken(&index.packs[*pack as usize])) {
+        stop.check()?;
+        let mut needed = std::iter::once(&of.pack).chain(&of.packs);
+        if !needed.any(|pack| broken.has(&index.packs[*pack as usize])) {
             continue;
         }
         let mut packs = Packs::default();
         let segment = match repository.segment(index, of, &mut packs) {
             Ok(segment) => segment,
-            // Told already.
-            Err(error) if error.is_damage() => Segment::default(),
+            Err(error) if error.is_damage() => {
+                reported.extend(broken.find(&index.packs[of.pack as usize], of.chunk).map(|(key, _)| key));
+                continue;
+            }
             Err(error) => return Err(error),
         };
         for extent in &segment.extents {
-            let Some(why) = broken.get(&(packs.get(extent.pack).id, extent.chunk)) else { continue };
+            let Some((key, why)) = broken.find(packs.get(extent.pack), extent.chunk) else { continue };
+            reported.insert(key);
             let start = u64::from(of.number) * SEGMENT + u64::from(extent.start) * BLOCK;
             let end = start + u64::from(extent.blocks) * BLOCK;
-            match damage.last_mut().filter(|last| last.end == Some(start) && last.what == *why) {
+            let is_full = damage.len() == TOLD;
+            match damage.last_mut().filter(|last| is_full || last.end == Some(start) && last.what == *why) {
                 Some(last) => last.end = Some(end),
                 None => damage.push(Damage {
                     backup: Some(index.about.id.clone()),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::{History, LINE, Mark, Picture, changed, short, shown, volumes};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::repository::index::CELLS;
 use crate::restore::{put_over, target_of};
 use files::durable::Draft;
@@ -117,9 +117,6 @@ backup took.</p>\n";
 /// Writes a page, for others to read, as a whole.
 pub fn write(file: &Path, page: &str) -> Result<()> {
     let place = target_of(file)?;
-    if place.exists() && !place.is_file() {
-        return Err(Error::refused(format!("{} is not a file", file.display())));
-    }
     let draft = Draft::beside(&place, "writing")?;
     files::change::write(draft.file(), draft.path(), page.as_bytes())?;
     files::change::set_mode(draft.path(), 0o644)?;

@@ -55,6 +55,21 @@ impl World {
         World { sound: read(&index), place, id, index }
     }
 
+    /// Stores a pack of these chunks, not compressed.
+    fn store(&self, chunks: &[Vec<u8>]) -> Pack {
+        let row = |chunk: &Vec<u8>| {
+            let length = (chunk.len() as u32).to_le_bytes();
+            [&length[..], &length, blake3::hash(chunk).as_bytes()].concat()
+        };
+        let table: Vec<u8> = chunks.iter().flat_map(row).collect();
+        let bytes = [chunks.concat(), table.clone()].concat();
+        let pack = Pack(*blake3::hash(&table).as_bytes(), bytes.len() as u32, chunks.len() as u32);
+        let path = self.pack(&pack);
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+        std::fs::write(path, bytes).expect("write");
+        pack
+    }
+
     fn pack(&self, of: &Pack) -> PathBuf {
         let name = hex(&of.0);
         self.place.repository().join("packs").join(&name[..2]).join(name)
@@ -116,6 +131,11 @@ fn a_forged_index_is_damaged_and_takes_no_memory() {
         write(&world.index, &index);
         world.is_damaged(what, &commands);
     }
+    // Data behind the end of the volume.
+    let mut index = world.sound.clone();
+    index.0.8[0] = 5 * 4096;
+    write(&world.index, &index);
+    world.is_damaged("a size before its data", &[&["verify"], &["restore", id, "--to", to]]);
     // One that is long and holds nothing.
     let file = std::fs::File::create(&world.index).expect("create");
     file.set_len(3 << 30).expect("extend");
@@ -172,12 +192,7 @@ fn forged_packs_are_damaged_and_take_no_memory() {
     ];
     for (what, pack, extent) in cases {
         let map = postcard::to_stdvec(&(vec![pack], vec![extent])).expect("postcard");
-        let (length, hash) = ((map.len() as u32).to_le_bytes(), *blake3::hash(&map).as_bytes());
-        let table = [&length[..], &length, &hash].concat();
-        let forged = Pack(*blake3::hash(&table).as_bytes(), (map.len() + table.len()) as u32, 1);
-        let path = world.pack(&forged);
-        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
-        std::fs::write(path, [map, table].concat()).expect("write");
+        let forged = world.store(&[map]);
         let mut index = world.sound.clone();
         let place = index.2[0].1 as usize;
         index.1[place] = forged;
@@ -185,6 +200,68 @@ fn forged_packs_are_damaged_and_take_no_memory() {
         write(&world.index, &index);
         world.is_damaged(what, &[&["verify"], &["restore", id, "--to", to]]);
     }
+}
+
+/// Many packs that are not there, each with all the chunks that a pack may have.
+#[test]
+fn packs_that_are_missing_take_no_memory_each_chunk() {
+    let world = World::new();
+    let mut index = world.sound.clone();
+    let missing = |number: u32| {
+        let mut id = [0; 32];
+        id[..4].copy_from_slice(&number.to_le_bytes());
+        Pack(id, 655_360, 16384)
+    };
+    index.1.extend((0..2000).map(missing));
+    write(&world.index, &index);
+    let began = std::time::Instant::now();
+    world.is_damaged("packs", &[&["verify"]]);
+    assert!(began.elapsed() < std::time::Duration::from_secs(60), "{:?}", began.elapsed());
+    // One map of all blocks, by turns in two packs that are not there, for every segment.
+    let packs = vec![missing(0), missing(1)];
+    let extents: Vec<(u32, u32, u32, u32, u32)> =
+        (0..32768).map(|block| (block, 1, block % 2, block % 16384, 0)).collect();
+    let map = world.store(&[postcard::to_stdvec(&(&packs, &extents)).expect("postcard")]);
+    let mut index = world.sound.clone();
+    index.0.8[0] = 60 * 128 * MIB;
+    index.1 = [&[map], &packs[..]].concat();
+    index.2 = (0..60).map(|number| Segment(number, 0, 0, 32768, vec![1, 2], [255; 16])).collect();
+    write(&world.index, &index);
+    let output = world.run(&["verify", "--output", "json"]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(report["damage"].as_array().is_some_and(|damage| damage.len() <= 2000), "{said}");
+}
+
+/// One pack with two numbers of chunks, in two backups.
+#[test]
+fn backups_that_contradict_each_other_are_damaged() {
+    let world = World::new();
+    let data = world.store(&[vec![7; 4096]]);
+    let map = |pack: &Pack, chunk: u32| {
+        let map = (vec![pack], vec![(0u32, 1u32, 0u32, chunk, 0u32)]);
+        vec![postcard::to_stdvec(&map).expect("postcard")]
+    };
+    let maps = world.store(&map(&data, 0));
+    let forged = Pack(maps.0, 700_000, 16384);
+    let beyond = world.store(&map(&forged, 9999));
+    let segment = Segment(0, 0, 0, 1, vec![1], [1; 16]);
+    let backups = [
+        (vec![forged.clone()], vec![]),
+        (vec![maps, data], vec![segment.clone()]),
+        (vec![beyond, forged], vec![segment]),
+    ];
+    std::fs::remove_file(&world.index).expect("remove");
+    for (number, (packs, segments)) in backups.into_iter().enumerate() {
+        let mut index = world.sound.clone();
+        index.0.0 = format!("20260101T000000.00{number}Z-000000");
+        (index.1, index.2) = (packs, segments);
+        write(&world.index.with_file_name(&index.0.0), &index);
+    }
+    world.is_damaged("rows", &[&["verify"]]);
+    let said = text(&world.run(&["prune", "--max-unused", "0"]).stderr);
+    assert!(!said.contains("panicked"), "{said}");
 }
 
 /// A repository of a version that did not write what is new.

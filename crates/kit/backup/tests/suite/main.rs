@@ -24,5 +24,6 @@ mod s3;
 mod scenes;
 mod show;
 mod tool;
+mod traps;
 mod usage;
 mod wishes;

@@ -94,8 +94,8 @@ fn table() -> Vec<Row> {
     row(1, "add --overwrite", "restore ID --to @/image");
     row(1, NO_FILE, "restore ID --to @/gone --onto-base ID");
     row(1, NO_FILE, &format!("{full} --report @/dir/x/y"));
-    row(1, "Is a directory", &format!("{full} --report @/dir"));
-    row(1, "write to", &format!("{full} --report @/fifo"));
+    row(1, "is not a file", &format!("{full} --report @/dir"));
+    row(1, "is not a file", &format!("{full} --report @/fifo"));
     row(1, NO_FILE, "show --html @/dir/x/y");
     for path in ["@/dir", "@/fifo", "/dev/null"] {
         row(1, "is not a file", &format!("show --html {path}"));
@@ -122,7 +122,7 @@ fn table() -> Vec<Row> {
     {
         row(1, "no backup of other", &format!("{command} --volume other"));
     }
-    row(1, "without --endpoint or --namespace", "incremental --volume v --device @/image");
+    row(1, "give --endpoint or --namespace", "incremental --volume v --device @/image");
     // What is wrong wherever it is given.
     row(2, "", "full --device @/image");
     row(2, "greater than 0", &format!("{full} --limit-rate 0"));

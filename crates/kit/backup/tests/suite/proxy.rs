@@ -151,7 +151,12 @@ impl Shared {
                 }
             }
             if let Some(code) = refused {
-                client.write_all(format!("HTTP/1.1 {code} no\r\ncontent-length: 0\r\n\r\n").as_bytes())?;
+                // As servers do it, over several lines, and with what a terminal must not get.
+                let xml = "<?xml version=\"1.0\"?>\n<Error>\n  <Code>\x1b[31mNo</Code>\n</Error>\n";
+                let length = xml.len();
+                client.write_all(
+                    format!("HTTP/1.1 {code} no\r\ncontent-length: {length}\r\n\r\n{xml}").as_bytes(),
+                )?;
             }
         }
     }

@@ -122,6 +122,35 @@ fn resume_knows_an_image_by_more_than_its_name() {
     place.restores(&id(&made), &model, SIZE);
 }
 
+/// Nobody but the person who typed the handle says that the image holds that snapshot.
+#[test]
+fn a_handle_without_a_driver_proves_nothing() {
+    let place = Place::new();
+    let mut model = write(&place.path("c.img"), 1);
+    let arguments = [&C_IMG[..], &["--snapshot", "s"]].concat();
+    is_interrupted(&place, place.dir.path(), &arguments, Signal::SIGINT);
+    // A block that is no sample.
+    let file = std::fs::File::options().write(true).open(place.path("c.img")).expect("open");
+    model.write(&file, 50 + 300, 1, 99).expect("write");
+    let (made, said) = goes_on(&place, place.dir.path(), &arguments);
+    assert!(said.contains("is not resumed"), "{said}");
+    place.restores(&id(&made), &model, SIZE);
+
+    // Nor is what was stored before a driver is asked.
+    let place = Place::new();
+    let mut model = write(&place.path("c.img"), 1);
+    is_interrupted(&place, place.dir.path(), &arguments, Signal::SIGINT);
+    let file = std::fs::File::options().write(true).open(place.path("c.img")).expect("open");
+    model.write(&file, 50 + 300, 1, 99).expect("write");
+    let driver = Driver::start(&place.path("csi.sock"));
+    driver.snapshot("s", &model, SIZE);
+    let endpoint = driver.endpoint();
+    let (made, said) =
+        goes_on(&place, place.dir.path(), &[&arguments[..], &["--endpoint", &endpoint]].concat());
+    assert!(said.contains("is not resumed"), "{said}");
+    place.restores(&id(&made), &model, SIZE);
+}
+
 /// The handle is the same, and the device is of another volume.
 #[test]
 fn resume_looks_into_the_device() {

@@ -181,7 +181,7 @@ fn what_is_not_the_tools_own_is_left_alone() {
         std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
         std::fs::write(path, "mine").expect("write");
     }
-    let draft = place.repository().join("packs/ab/abcd#1");
+    let draft = place.repository().join(format!("packs/ab/{}#1", "ab".repeat(32)));
     std::fs::create_dir_all(draft.parent().expect("a directory")).expect("mkdir");
     std::fs::write(&draft, "half").expect("write");
     std::os::unix::fs::chown(draft.parent().expect("a directory"), Some(NOBODY), Some(NOBODY))
