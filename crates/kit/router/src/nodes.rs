@@ -369,14 +369,14 @@ impl Nodes {
         by_key.values().filter(is_kept).map(|node| (*node).clone()).collect()
     }
 
-    /// Those on which new volumes are made, with what is to be known of their room.
-    pub fn candidates(&self) -> Vec<(Arc<Node>, Candidate)> {
+    /// What is to be known of the room of those on which new volumes are made.
+    pub fn candidates(&self) -> Vec<Candidate> {
         let table = self.table.lock();
         let entries = table.by_address.values().filter(|entry| entry.trouble.is_none());
         let by_key: BTreeMap<DataDirKey, _> =
             entries.filter_map(Entry::used).map(|used| (used.0.key, used)).collect();
         let kept = by_key.into_values().filter(|(node, _)| !table.forgotten.contains(&node.key));
-        kept.map(|(node, candidate)| (node.clone(), candidate.clone())).collect()
+        kept.map(|(_, candidate)| candidate.clone()).collect()
     }
 
     /// Which node ids two nodes have that a volume may be made on, if there are such.

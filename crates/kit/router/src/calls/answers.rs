@@ -26,7 +26,8 @@ struct Holder {
     object: Option<Object>,
 }
 
-fn refused(node: &Node, what: &str) -> Status {
+/// The answer of this node cannot be.
+pub(super) fn refused(node: &Node, what: &str) -> Status {
     tracing::error!(node = node.name, key = %node.key, address = &*node.address, what, "an answer is refused");
     Status::internal(format!(
         "node {} ({}) at {} {what}: its answer is refused",

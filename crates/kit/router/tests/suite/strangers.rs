@@ -7,7 +7,7 @@ use bytes::Bytes;
 use csi_client::{block_capability, new_volume};
 use http_body_util::{BodyExt, Full};
 use prost::Message;
-use proto::node::{DescribeResponse, FindResponse};
+use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
 use proto::{ListVolumesRequest, TopologyRequirement};
 use serve::identity::Role;
 use serve::listen::{self, Limits};
@@ -77,10 +77,23 @@ pub fn described(key: &str, name: &str) -> DescribeResponse {
     }
 }
 
-/// A router in front of an honest node and one that is played.
+/// What an arbiter answers that knows of no other call.
+pub fn agreed(message: Bytes) -> Vec<u8> {
+    let asked = ChooseRequest::decode(message).expect("a request");
+    ChooseResponse { key: asked.proposed_key, kind: asked.kind }.encode_to_vec()
+}
+
+/// A router in front of an honest node and one that is played, which tells the truth of itself. The rest are these answers, to the
+/// call of a name.
 async fn beside(answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static) -> Cluster {
     let mut cluster = Cluster::empty();
     cluster.add_node(PoolKind::Dir, &[]).await;
+    let answers = move |path: &str, message: Bytes| match path.rsplit('/').next().unwrap_or_default() {
+        "Describe" => described(KEY, LIAR).encode_to_vec(),
+        "Find" => FindResponse::default().encode_to_vec(),
+        "Choose" => agreed(message),
+        call => answers(call, message),
+    };
     let address = play(&cluster, KEY, LIAR, answers).await;
     let endpoints = [cluster.endpoints(), vec![address]].concat();
     cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
@@ -105,9 +118,7 @@ fn id(kind: &str, key: &str, number: u32) -> String {
 #[apply(device_test)]
 async fn an_answer_is_about_objects_of_its_node() {
     static TURN: AtomicUsize = AtomicUsize::new(0);
-    let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
-        "Describe" => described(KEY, LIAR).encode_to_vec(),
-        "Find" => FindResponse::default().encode_to_vec(),
+    let cluster = beside(|call, _| match call {
         "CreateVolume" => match TURN.fetch_add(1, Ordering::Relaxed) {
             0 => made(&id("vol", "0000000a", 1), vec![topology(LIAR)]),
             1 => made("", vec![topology(LIAR)]),
@@ -148,9 +159,7 @@ fn topology(name: &str) -> proto::Topology {
 #[apply(device_test)]
 async fn a_list_that_does_not_lead_on_is_cut_off() {
     static TURN: AtomicUsize = AtomicUsize::new(0);
-    let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
-        "Describe" => described(KEY, LIAR).encode_to_vec(),
-        "Find" => FindResponse::default().encode_to_vec(),
+    let cluster = beside(|call, _| match call {
         "ListVolumes" => {
             let page = |key: &str, next: &str, entries: usize| proto::ListVolumesResponse {
                 entries: vec![
