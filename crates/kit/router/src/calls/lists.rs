@@ -38,14 +38,13 @@ impl Router {
         let last_key = nodes.last().map(|(node, _)| node.key);
         let (path, deadline, message) = (method.path, work.deadline, method.without_secrets(&work.message)?);
         let ask = |node: Arc<Node>, token: String, limit: usize| {
-            let asked = Asked { max_entries: limit as i32, starting_token: token.clone() };
+            let asked = Asked { max_entries: limit as i32, starting_token: token };
             let request = asked.instead_of_those_in(&message);
             async move {
                 let page = node.while_up(node.call(path, request, deadline)).await;
                 let page = page.and_then(|page| {
-                    let page = Page::decode(page)
-                        .map_err(|_| Status::internal(format!("node {} sent no list", node.name)))?;
-                    answers::check_page(method, &node, &token, &page)?;
+                    let page = answers::answered(method, &node, &page)?;
+                    answers::check_page(method, &node, &asked, &page)?;
                     Ok(page)
                 });
                 (node, page)
@@ -117,10 +116,13 @@ impl Router {
         let nodes = self.nodes.up().into_iter().filter(|node| {
             request.accessible_topology.as_ref().is_none_or(|asked| placement::fits(&node.topology, asked))
         });
-        let (path, deadline, message) = (work.method.path, work.deadline, work.message.clone());
+        let (method, deadline, message) = (work.method, work.deadline, work.message.clone());
         let ask = |node: Arc<Node>| {
             let message = message.clone();
-            async move { node.while_up(node.call(path, message, deadline)).await }
+            async move {
+                let answer = node.while_up(node.call(method.path, message.clone(), deadline)).await?;
+                answers::check(method, &node, &message, &answer).map(|()| answer)
+            }
         };
         let answers: Vec<_> = stream::iter(nodes).map(ask).buffer_unordered(AT_ONCE).collect().await;
         let mut sum = proto::GetCapacityResponse { maximum_volume_size: Some(0), ..Default::default() };

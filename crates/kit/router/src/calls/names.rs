@@ -69,13 +69,10 @@ impl Router {
                     }
                     return match chosen.key.parse() {
                         Ok(key) if !request.excluded_keys.contains(&chosen.key) => Ok((key, node.clone())),
-                        _ => Err(answers::refused(
-                            node,
-                            &format!(
-                                "chose the node {:?} for {:?}, which cannot be",
-                                chosen.key, request.name
-                            ),
-                        )),
+                        _ => Err(node.refused(&format!(
+                            "chose the node {:?} for {:?}, which cannot be",
+                            chosen.key, request.name
+                        ))),
                     };
                 }
                 Err(status) if status.code() == Code::Unavailable => last = status,
