@@ -10,6 +10,7 @@ use tonic::{Code, Status};
 
 use super::{AT_ONCE, Router, Work, answers, decode};
 use crate::node::Node;
+use crate::nodes::Missing;
 use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
 use crate::placement;
 
@@ -25,7 +26,7 @@ impl Router {
         };
         let limit = if limit == 0 { MAX_PAGE } else { limit.min(MAX_PAGE) };
         let start = Start::parse(&asked.starting_token)?;
-        let mut missing: Vec<String> = self.nodes.away().into_iter().map(|(name, _)| name).collect();
+        let mut missing = self.nodes.away();
         let nodes: Vec<(Arc<Node>, String)> = self
             .nodes
             .up()
@@ -72,7 +73,8 @@ impl Router {
                     page.next_token = answer.next_token;
                 }
                 Err(status) if status.code() == Code::Unavailable => {
-                    missing.push(node.name.clone());
+                    let (name, why) = (node.name.clone(), "which does not answer".to_owned());
+                    missing.push(Missing { name, why, node: Some(node) });
                     continue;
                 }
                 Err(status) => return Err(status),
@@ -90,19 +92,17 @@ impl Router {
                 counter!(
                     "deltapath_router_lists_incomplete_total",
                     "method" => method.name(),
-                    "node" => node.clone()
+                    "node" => node.name.clone()
                 )
                 .increment(1);
             }
-            tracing::warn!(
-                method = method.name(),
-                nodes = missing.join(", "),
-                "nodes are missing from a list"
-            );
+            let nodes: Vec<String> =
+                missing.iter().map(|Missing { name, why, .. }| format!("{name}, {why}")).collect();
+            let nodes = nodes.join("; and on ");
+            tracing::warn!(method = method.name(), nodes, "nodes are missing from a list");
             if !may_lack {
                 return Err(Status::unavailable(format!(
-                    "the list would lack what is on {}, which does not answer: try again when it is back",
-                    missing.join(", ")
+                    "the list would lack what is on {nodes}: try again when all nodes can be asked"
                 )));
             }
         }

@@ -217,8 +217,11 @@ impl Router {
                 if let Some(why) = full.is_none().then(|| self.nodes.taken_id(requirement)).flatten() {
                     return Err(Status::failed_precondition(why));
                 }
-                let may_be_away = self.nodes.away().iter().any(|(_, node)| {
-                    node.as_ref().is_none_or(|node| placement::is_allowed(&node.topology, requirement))
+                let may_be_away = self.nodes.away().iter().any(|missing| {
+                    missing
+                        .node
+                        .as_ref()
+                        .is_none_or(|node| placement::is_allowed(&node.topology, requirement))
                 });
                 return Err(full.unwrap_or_else(|| match may_be_away {
                     true => Status::unavailable("no node that the topologies allow answers: try again later"),

@@ -358,9 +358,11 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     for _ in 0..2 {
         cluster.add_node(PoolKind::Dir, &[]).await;
     }
-    let stranger = |path: &str, _| match path.ends_with("/Describe") {
-        true => DescribeResponse { driver_name: "other.csi.dev".to_owned(), ..described(KEY, LIAR) }
-            .encode_to_vec(),
+    let driver_name = if is_named { "other.csi.dev" } else { "" };
+    let stranger = move |path: &str, _| match path.ends_with("/Describe") {
+        true => {
+            DescribeResponse { driver_name: driver_name.to_owned(), ..described(KEY, LIAR) }.encode_to_vec()
+        }
         false => Vec::new(),
     };
     let address = play(&cluster, KEY, LIAR, stranger).await;
@@ -383,11 +385,14 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     assert_eq!(info.into_inner().name, "deltapath.csi.dev");
     let error = client.delete_volume(&id("vol", KEY, 1)).await.expect_err("a stranger's");
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    let why = format!("its driver is {driver_name:?}");
     let message = error.status.message();
-    assert!(
-        message.contains(LIAR) && message.contains("other.csi.dev") && !message.contains("forget"),
-        "{error}"
-    );
+    assert!(message.contains(LIAR) && message.contains(&why) && !message.contains("forget"), "{error}");
+    let all = client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
+    let status = all.expect_err("a stranger's would be missing");
+    assert_eq!(status.code(), Code::Unavailable, "{status}");
+    let message = status.message();
+    assert!(message.contains(LIAR) && message.contains(&why) && !message.contains("not answer"), "{status}");
     cluster.finish();
 }
 
