@@ -249,6 +249,19 @@ async fn a_volume_larger_than_a_bare_file_can_be_is_measured_alone() {
     rig.finish();
 }
 
+/// Nothing was measured, which is no finding about the driver.
+#[apply(device_test)]
+async fn a_set_up_that_is_refused_is_wrong_usage() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let output = bench(&rig.socket(), &["--parameter", "foo=bar"]).output().await.expect("run");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(output.stdout.is_empty(), "{}", said(&output));
+    assert!(told.contains("CreateVolume: INVALID_ARGUMENT") && told.contains("foo"), "{told}");
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
 /// A call that fails ends that life, is reported, and leaves nothing.
 #[apply(device_test)]
 async fn a_call_that_fails_is_told() {
@@ -273,7 +286,9 @@ async fn a_signal_at_any_time_leaves_nothing() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let work = rig.dir.path().join("work");
     let bare = rig.dir.path().join("bare");
-    std::fs::create_dir(&bare).expect("mkdir");
+    for dir in [&work, &bare] {
+        std::fs::create_dir(dir).expect("mkdir");
+    }
     let [staging, target] = ["staging", "target"].map(|name| work.join(name));
     let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
     let (at_staging, at_target, at_bare) = (text(&staging), text(&target), text(&bare));

@@ -101,7 +101,7 @@ fn as_plugin() -> Option<String> {
 
 /// The command line, of which a wrong one ends the program.
 ///
-/// `completions` and `man`, which every program has, are done here, and end it too.
+/// Help, the version, `completions` and `man`, which every program has, are printed here, and end it too.
 pub fn parse<C: Parser>() -> C {
     let mut program = read_alike(pages::add(C::command()));
     if let Some(name) = as_plugin() {
@@ -112,11 +112,22 @@ pub fn parse<C: Parser>() -> C {
         let version: &'static str = format!("{version} ({commit})").leak();
         program = program.version(version);
     }
-    let given = program.clone().get_matches();
-    IS_QUIET.store(is_quiet(&given), Ordering::Relaxed);
-    match pages::run(&program, &given) {
-        Ok(false) => C::from_arg_matches(&given).unwrap_or_else(|error| error.exit()),
-        Ok(true) => std::process::exit(0),
+    let given = match program.clone().try_get_matches() {
+        // With the style that fits the terminal.
+        Err(error) if !error.use_stderr() => {
+            printed(error.print().and_then(|()| io::stdout().flush())).map(|()| None).map_err(Box::from)
+        }
+        given => {
+            let given = given.unwrap_or_else(|error| error.exit());
+            pages::run(&program, &given).map(|is_done| Some(given).filter(|_| !is_done))
+        }
+    };
+    match given {
+        Ok(Some(given)) => {
+            IS_QUIET.store(is_quiet(&given), Ordering::Relaxed);
+            C::from_arg_matches(&given).unwrap_or_else(|error| error.exit())
+        }
+        Ok(None) => std::process::exit(0),
         Err(error) => {
             say!("{}: {}", program.get_name(), base::report(&*error));
             std::process::exit(1)
@@ -154,7 +165,12 @@ pub fn count(number: usize, thing: &str) -> String {
 /// Prints on standard output, at once.
 pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    printed(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
+}
+
+/// What came of printing on standard output: that its reader has closed it is no error.
+fn printed(written: io::Result<()>) -> io::Result<()> {
+    match written {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
             Err(io::Error::new(error.kind(), format!("write to standard output: {error}")))
         }

@@ -18,7 +18,7 @@ use crate::driver::volumes::incoming::TransferTable;
 use crate::sys;
 use base::DataDirKey;
 
-/// How long a choice is kept after the last request for it.
+/// How long a choice is kept after the node was last proposed.
 const KEPT: Duration = Duration::from_secs(600);
 /// The most choices at a time: more than the objects that anybody makes in ten minutes.
 const MOST: usize = 10_000;
@@ -73,8 +73,8 @@ impl Choices {
             && now.duration_since(*asked) < KEPT
             && !not.contains(chosen)
         {
-            // Who may only propose another node does not keep a choice that is for nobody.
-            if kind == Named::Volume || *chosen == proposed {
+            // Who proposes another node does not keep a choice that may be for nobody.
+            if *chosen == proposed {
                 *asked = now;
             }
             return Ok(*chosen);
@@ -165,8 +165,8 @@ mod tests {
                 .expect("a choice")
         };
         assert_eq!(choose(one, &[], 0), one);
-        assert_eq!(choose(two, &[], 500), one);
-        assert_eq!(choose(two, &[], 1000), one, "kept since it was asked for last");
+        assert_eq!(choose(one, &[], 500), one);
+        assert_eq!(choose(two, &[], 1000), one, "kept since it was proposed last");
         assert_eq!(choose(two, &[one], 1000), two, "ruled out");
         assert_eq!(choose(three, &[one], 1000), two);
         assert_eq!(choose(three, &[], 2000), three, "forgotten");

@@ -13,6 +13,7 @@ use testkit::{PoolKind, Rig, eventually, leftovers};
 async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let work = rig.dir.path().join("work");
+    std::fs::create_dir(&work).expect("mkdir");
     let (staging, target) = (work.join("staging"), work.join("target"));
     let arguments = [
         "--staging-dir",

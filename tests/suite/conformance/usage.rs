@@ -282,6 +282,7 @@ async fn a_set_up_that_is_refused_ends_the_run() {
     for (flags, part) in [
         (["--parameter", "foo=bar"], "CreateVolume: INVALID_ARGUMENT"),
         (["--snapshot-parameter", "foo=bar"], "CreateSnapshot: INVALID_ARGUMENT"),
+        (["--modify-parameter", "foo=bar"], "ControllerModifyVolume: INVALID_ARGUMENT"),
     ] {
         let output = conformance(&rig.socket(), &flags).output().await.expect("run");
         let told = String::from_utf8_lossy(&output.stderr);

@@ -30,6 +30,8 @@ use tonic::{Code, Request, Status};
 use crate::passthrough::Passthrough;
 use proto::node::DescribeResponse;
 
+/// How tonic begins the status of a message that is larger than it takes, 4 MiB.
+const TOO_LARGE: &str = "Error, decoded message length too large";
 /// Between two pings of a connection, and until one that is not answered is given up.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
@@ -206,8 +208,18 @@ impl Node {
     pub fn status_of(&self, status: Status) -> Status {
         match std::error::Error::source(&status) {
             Some(_) => self.away(&status),
+            None if status.code() == Code::OutOfRange && status.message().starts_with(TOO_LARGE) => {
+                self.refused("answered with more than 4 MiB")
+            }
             None => passed_on(status),
         }
+    }
+
+    /// The status where the node's answer cannot be.
+    pub fn refused(&self, what: &str) -> Status {
+        let Node { name, key, address, .. } = self;
+        tracing::error!(node = name, %key, address = &**address, what, "an answer is refused");
+        Status::internal(format!("node {name} ({key}) at {address} {what}: its answer is refused"))
     }
 
     /// The status where the node was not reached, or was lost in the middle.

@@ -152,6 +152,16 @@ pub enum Lookup {
     Unavailable(Status),
 }
 
+/// A node that a list cannot be asked of.
+pub struct Missing {
+    /// Its name, or its address where it has never answered.
+    pub name: String,
+    /// Why, as it is said behind its name.
+    pub why: String,
+    /// Who it was, unless it is refused.
+    pub node: Option<Arc<Node>>,
+}
+
 impl Nodes {
     /// None yet. Without a driver's name that of most nodes counts.
     pub fn new(
@@ -369,14 +379,14 @@ impl Nodes {
         by_key.values().filter(is_kept).map(|node| (*node).clone()).collect()
     }
 
-    /// Those on which new volumes are made, with what is to be known of their room.
-    pub fn candidates(&self) -> Vec<(Arc<Node>, Candidate)> {
+    /// What is to be known of the room of those on which new volumes are made.
+    pub fn candidates(&self) -> Vec<Candidate> {
         let table = self.table.lock();
         let entries = table.by_address.values().filter(|entry| entry.trouble.is_none());
         let by_key: BTreeMap<DataDirKey, _> =
             entries.filter_map(Entry::used).map(|used| (used.0.key, used)).collect();
         let kept = by_key.into_values().filter(|(node, _)| !table.forgotten.contains(&node.key));
-        kept.map(|(node, candidate)| (node.clone(), candidate.clone())).collect()
+        kept.map(|(_, candidate)| candidate.clone()).collect()
     }
 
     /// Which node ids two nodes have that a volume may be made on, if there are such.
@@ -402,23 +412,33 @@ impl Nodes {
         ))
     }
 
-    /// Names of the nodes that lists cannot be asked of, and the topologies of those that were known before.
-    pub fn away(&self) -> Vec<(String, Option<Arc<Node>>)> {
+    /// The nodes that lists cannot be asked of.
+    pub fn away(&self) -> Vec<Missing> {
         let table = self.table.lock();
         let mut there: BTreeSet<DataDirKey> = BTreeSet::new();
         let mut away = Vec::new();
+        let silent = |name: &str, why: &str, node: Option<&Arc<Node>>| Missing {
+            name: name.to_owned(),
+            why: format!("which does not answer, {why}"),
+            node: node.cloned(),
+        };
         for (address, entry) in &table.by_address {
-            match &entry.state {
-                State::Up(node, _) if entry.used().is_some() => drop(there.insert(node.key)),
-                State::Up(node, _) => away.push((node.name.clone(), None)),
-                State::Away(Some(node), _) if table.forgotten.contains(&node.key) => {}
-                State::Away(Some(node), _) => away.push((node.name.clone(), Some(node.clone()))),
-                State::Away(None, _) | State::New => away.push((address.to_string(), None)),
+            match (&entry.state, &entry.trouble) {
+                (State::Up(node, _), Some(Trouble::Stranger(why) | Trouble::Copy(why))) => {
+                    let why = format!("which is not used, since {why}");
+                    away.push(Missing { name: node.name.clone(), why, node: None });
+                }
+                (State::Up(node, _), _) => drop(there.insert(node.key)),
+                (State::Away(Some(node), _), _) if table.forgotten.contains(&node.key) => {}
+                (State::Away(Some(node), why), _) => away.push(silent(&node.name, why, Some(node))),
+                (State::Away(None, why), _) => away.push(silent(address, why, None)),
+                (State::New, _) => away.push(silent(address, "it has not been asked yet", None)),
             }
         }
-        away.extend(table.missed().map(|node| (node.name.clone(), Some(node.clone()))));
+        let why = "its address is no longer in the list of nodes";
+        away.extend(table.missed().map(|node| silent(&node.name, why, Some(node))));
         // A pod that came back at another address is there.
-        away.retain(|(_, node)| node.as_ref().is_none_or(|node| !there.contains(&node.key)));
+        away.retain(|missing| missing.node.as_ref().is_none_or(|node| !there.contains(&node.key)));
         away
     }
 

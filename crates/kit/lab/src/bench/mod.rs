@@ -54,7 +54,7 @@ const REST: Duration = Duration::from_secs(10);
 /// and devices; takes away all that it makes.
 ///
 /// Exit codes: 0 everything that the driver supports was measured, 1 an answer is wrong, a call failed or something is left behind, 2 it could
-/// not run, 130 interrupted.
+/// not run, or nothing could be measured, 130 interrupted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// Socket of the driver; of its node plugin, where that is another process than the controller's.
@@ -155,6 +155,11 @@ pub(super) fn run(arguments: Arguments) -> Done {
     runtime.shutdown_background();
     let interrupted = ExitCode::from(shell::INTERRUPTED);
     let Some(outcome) = measured.map_err(Usage)? else { return Ok(interrupted) };
+    if outcome.verdict == Verdict::Failed && outcome.figures.iter().all(|figure| figure.measured.is_none()) {
+        let left = outcome.left_behind.iter().map(|left| format!("left behind: {left}"));
+        let why: Vec<String> = outcome.troubles.iter().cloned().chain(left).collect();
+        return Err(Usage(format!("nothing could be measured: {}", why.join("; "))).into());
+    }
     let code = match (outcome.verdict, outcome.is_good()) {
         (Verdict::Interrupted, _) => interrupted,
         (_, true) => ExitCode::SUCCESS,

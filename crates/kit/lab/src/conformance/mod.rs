@@ -86,11 +86,14 @@ pub(crate) struct Storage {
 impl Storage {
     /// With directories below `dir` where none are given. An error: one of the files or paths is wrong.
     pub(crate) fn settings(&self, dir: &Path, volume_size: u64) -> Result<Settings, String> {
-        let place = |given: &Option<PathBuf>, name: &str| match given {
-            Some(given) => {
-                std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display()))
+        let place = |given: &Option<PathBuf>, name: &str| {
+            let Some(given) = given else { return Ok(dir.join(name)) };
+            let wrong = |why: &str| format!("--{name}-dir {}: {why}", given.display());
+            let given = std::path::absolute(given).map_err(|error| wrong(&error.to_string()))?;
+            match given.parent().is_none_or(Path::is_dir) {
+                true => Ok(given),
+                false => Err(wrong("the directory above it does not exist: make that first")),
             }
-            None => Ok(dir.join(name)),
         };
         Ok(Settings {
             volume_parameters: HashMap::from_iter(self.parameter.iter().cloned()),
@@ -254,15 +257,27 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, 
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
     let started = Instant::now();
+    // The run sees it too, and cleans up.
+    let stopped = || {
+        let mut signals = signals.clone();
+        async move { signals.wait_for(|count| *count > 0).await.map(drop) }
+    };
     let first = match cases.iter().any(|case| case.needs.contains(&Need::Pair)) {
         false => None,
         true => tokio::select! {
             first = run::first(&fixtures, patience) => Some(first),
-            // The run sees it too, and cleans up.
-            _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => None,
+            _ = stopped() => None,
         },
     };
-    if let Some(refusal) = first.as_ref().and_then(|(_, first)| run::refusal(first)) {
+    let refusal = match &first {
+        Some((_, first @ Err(_))) => run::refusal(first).cloned(),
+        _ if cases.iter().any(|case| case.name == "modified-between") => tokio::select! {
+            refused = run::refused_attributes(&fixtures.plugin, patience) => refused,
+            _ = stopped() => None,
+        },
+        _ => None,
+    };
+    if let Some(refusal) = refusal {
         let mut left = fixtures.plugin.clean_up(patience).await;
         left.extend(remove_empty(ours, dir));
         let left = left.iter().map(|left| format!("; left behind: {left}")).collect::<String>();

@@ -15,12 +15,13 @@ use tokio::task::JoinSet;
 use super::case::Case;
 use super::content::at_rest;
 use super::fixtures::{Fixtures, Need};
-use super::plugin::within;
+use super::plugin::{Plugin, within};
 use super::report::{Outcome, Report};
 use super::subject::Subject;
 use super::subject::{NotReady, Prepared};
 use super::verdict::{Judged, Verdict, Wrong};
-use csi_client::Question;
+use csi_client::{Question, block_capability};
+use tonic::Code;
 
 /// How long a driver may take to answer a Probe before it counts as gone.
 const PULSE: Duration = Duration::from_secs(30);
@@ -50,6 +51,21 @@ pub(super) fn refusal(first: &Prepared<()>) -> Option<&Wrong> {
         Err(NotReady::Failed(wrong)) if wrong.code().is_some() && !wrong.is_silence() => Some(wrong),
         _ => None,
     }
+}
+
+/// Why the driver does not take the parameters that a volume is to be modified to: they are at fault, and no case of it.
+pub(super) async fn refused_attributes(plugin: &Plugin, patience: Duration) -> Option<Wrong> {
+    if !plugin.claims.modify || plugin.settings.attributes.is_empty() {
+        return None;
+    }
+    let tried = async {
+        let volume = plugin.create_volume(block_capability(), None, plugin.settings.volume_size).await?;
+        let modified = plugin.modify_volume(&volume.id).await;
+        plugin.delete_volume(&volume.id).await?;
+        modified
+    };
+    let refused = within(patience, tried).await.ok()?.err();
+    refused.filter(|wrong| wrong.code() == Some(Code::InvalidArgument))
 }
 
 /// Runs `cases`, `jobs` at once, after the `first` preparation. The first signal ends it, and the second leaves things as they are.

@@ -182,6 +182,10 @@ pub(super) fn run(arguments: Arguments) -> Done {
         let (Some(listen), Some(upstream)) = (&arguments.listen, &arguments.upstream) else {
             return Err("it needs --listen and --upstream".into());
         };
+        if listen == upstream {
+            let why = "clients connect to one, and the driver answers at the other";
+            return Err(Usage(format!("--listen and --upstream are both {listen}: {why}")).into());
+        }
         let behind = Upstream::at(upstream, arguments.upstream_ca.as_deref())?;
         let tls = arguments.tls.tls(listen)?;
         let listener = Listener::bind(listen, tls).await?;

@@ -35,7 +35,11 @@ fn what_cannot_run_as_root_says_so_and_exits_with_2() {
     let dir = tempfile::tempdir().expect("temp dir");
     let secrets = dir.path().join("secrets.yaml");
     std::fs::write(&secrets, "hunter2").expect("write");
+    let deep = dir.path().join("aa/bb");
+    let deep = deep.to_str().expect("UTF-8");
     conformance_cannot_run(&[
+        (&["--staging-dir", deep], "--staging-dir"),
+        (&["--target-dir", deep], "--target-dir"),
         (&["--secrets", "/no/such/file"], "/no/such/file"),
         (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
         (&[], "nobody answers"),
@@ -57,6 +61,7 @@ fn what_is_wrong_in_itself_says_so_and_exits_with_2() {
         (&[&faults[..], &["--control", "nowhere"]].concat(), "--control"),
         (&["faults", "--listen", "csi.sock", "--upstream", &upstream], "unix:///path"),
         (&["faults", "--listen", &listen], "--upstream"),
+        (&["faults", "--listen", &listen, "--upstream", &listen], "both"),
         (&["faults", "--listen", "https://127.0.0.1:0", "--upstream", &upstream], "--ca-file"),
         (&["faults", "--listen", &listen, "--upstream", "https://127.0.0.1:1"], "--upstream-ca"),
         (&[&mock[..], &["--volume", "disk"]].concat(), "NAME=SIZE"),

@@ -7,17 +7,20 @@ use prost::Message;
 use tonic::Status;
 
 use super::decode;
-use super::methods::{Ids, Method, Route};
+use super::methods::{Ids, Method};
 use crate::node::Node;
-use crate::pages::{Asked, Page};
+use crate::pages::{Asked, MAX_PAGE, Page};
 use crate::placement;
 
-/// A message whose id is in field 2, as in Volume and Snapshot.
+/// Volume and Snapshot as far as both are alike: the id is field 2.
 #[derive(Clone, PartialEq, Eq, Message)]
 struct Object {
     #[prost(string, tag = "2")]
     id: String,
 }
+
+/// An entry of ListSnapshots.
+type SnapshotEntry = proto::list_snapshots_response::Entry;
 
 /// A message whose first field holds such an object.
 #[derive(Clone, PartialEq, Eq, Message)]
@@ -26,57 +29,92 @@ struct Holder {
     object: Option<Object>,
 }
 
-fn refused(node: &Node, what: &str) -> Status {
-    tracing::error!(node = node.name, key = %node.key, address = &*node.address, what, "an answer is refused");
-    Status::internal(format!(
-        "node {} ({}) at {} {what}: its answer is refused",
-        node.name, node.key, node.address
-    ))
+/// The message in an answer.
+pub(super) fn answered<M: Message + Default>(
+    method: Method,
+    node: &Node,
+    answer: &Bytes,
+) -> Result<M, Status> {
+    let refused = |_| node.refused(&format!("answered {} with no message of it", method.name()));
+    M::decode(answer.clone()).map_err(refused)
 }
 
 /// Fails if an id is not one of this node's.
 pub(super) fn is_of(node: &Node, id: &str) -> Result<(), Status> {
     match DataDirKey::of(id) == Some(node.key) {
         true => Ok(()),
-        false => Err(refused(node, &format!("answered with the id {id:?}, which is not one of its own"))),
+        false => Err(node.refused(&format!("answered with the id {id:?}, which is not one of its own"))),
     }
 }
 
-fn object(node: &Node, message: &[u8]) -> Result<(), Status> {
-    let held = Holder::decode(message).ok().and_then(|held| held.object);
-    is_of(node, &held.unwrap_or_default().id)
+/// Fails if the answer is about another object than the one that was asked for.
+fn is_asked_for(node: &Node, id: &str, asked: &str) -> Result<(), Status> {
+    match id == asked {
+        true => Ok(()),
+        false => Err(node.refused(&format!("was asked for {asked:?}, and answered with {id:?}"))),
+    }
 }
 
-/// Fails if a page of a list does not lead on from `token`, or is about objects of other nodes.
-pub(super) fn check_page(method: Method, node: &Node, token: &str, page: &Page) -> Result<(), Status> {
-    let next = page.next_token.as_str();
+/// Fails if a volume cannot have this capacity after a request for that one.
+fn is_capacity(node: &Node, bytes: i64, asked: Option<proto::CapacityRange>) -> Result<(), Status> {
+    let proto::CapacityRange { required_bytes: least, limit_bytes: most } = asked.unwrap_or_default();
+    match bytes >= least.max(1) && (most <= 0 || bytes <= most) {
+        true => Ok(()),
+        false => Err(node.refused(&format!(
+            "answered with a volume of {bytes} bytes, where at least {least} and at most {most} (0: any) were asked for"
+        ))),
+    }
+}
+
+/// Fails if a snapshot, or its volume, is not this node's.
+fn snapshot_is_of(node: &Node, snapshot: &proto::Snapshot) -> Result<(), Status> {
+    is_of(node, &snapshot.snapshot_id)?;
+    is_of(node, &snapshot.source_volume_id)
+}
+
+/// Fails if a page of a list does not lead on from where `asked` begins, has more entries than that, or is about objects of other
+/// nodes.
+pub(super) fn check_page(method: Method, node: &Node, asked: &Asked, page: &Page) -> Result<(), Status> {
+    let (next, token) = (page.next_token.as_str(), asked.starting_token.as_str());
     // Lists are in the order of ids, and a token is one: so every list has an end.
     if !next.is_empty()
         && (page.entries.is_empty() || DataDirKey::of(next) != Some(node.key) || next <= token)
     {
-        return Err(refused(
-            node,
-            &format!("answered a list from {token:?} with the next token {next:?}, which does not lead on"),
-        ));
+        return Err(node.refused(&format!(
+            "answered a list from {token:?} with the next token {next:?}, which does not lead on"
+        )));
+    }
+    let most = usize::try_from(asked.max_entries).ok().filter(|most| *most > 0).unwrap_or(MAX_PAGE);
+    if page.entries.len() > most {
+        let entries = page.entries.len();
+        return Err(node.refused(&format!("answered with {entries} entries, where at most {most} fit")));
     }
     for entry in &page.entries {
         match method.name() {
-            "ControllerListVolumeHealth" => is_of(node, &decode::<Ids>(entry)?.first)?,
-            _ => object(node, entry)?,
+            "ControllerListVolumeHealth" => is_of(node, &answered::<Ids>(method, node, entry)?.first)?,
+            "ListSnapshots" => snapshot_is_of(
+                node,
+                &answered::<SnapshotEntry>(method, node, entry)?.snapshot.unwrap_or_default(),
+            )?,
+            _ => is_of(node, &answered::<Holder>(method, node, entry)?.object.unwrap_or_default().id)?,
         }
     }
     Ok(())
 }
 
-/// Fails if an answer is not about objects of its node, or a volume in it is where it may not be.
+/// Fails if an answer is not about the object that was asked for, or not about objects of its node, or if a volume in it is where
+/// or as large as it may not be.
 pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes) -> Result<(), Status> {
-    let decoded = |_| refused(node, &format!("answered {} with no message of it", method.name()));
-    match method.route {
-        Route::CreateVolume => {
-            let made = proto::CreateVolumeResponse::decode(answer.clone()).map_err(decoded)?;
-            let volume = made.volume.unwrap_or_default();
+    match method.name() {
+        "CreateVolume" => {
+            let volume =
+                answered::<proto::CreateVolumeResponse>(method, node, answer)?.volume.unwrap_or_default();
             is_of(node, &volume.volume_id)?;
             let asked: proto::CreateVolumeRequest = decode(request)?;
+            // 0: the spec has it unknown.
+            if volume.capacity_bytes != 0 {
+                is_capacity(node, volume.capacity_bytes, asked.capacity_range)?;
+            }
             let requirement = asked.accessibility_requirements;
             let is_there = |topology: &proto::Topology| {
                 let segments = topology.segments.clone().into_iter().collect();
@@ -85,26 +123,55 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
             let is_bound = requirement.as_ref().is_some_and(|requirement| !requirement.requisite.is_empty());
             match !is_bound || volume.accessible_topology.iter().any(is_there) {
                 true => Ok(()),
-                false => Err(refused(
-                    node,
-                    &format!(
-                        "made volume {} where the requisite topologies do not allow it",
-                        volume.volume_id
-                    ),
-                )),
+                false => Err(node.refused(&format!(
+                    "made volume {} where the requisite topologies do not allow it",
+                    volume.volume_id
+                ))),
             }
         }
-        Route::CreateSnapshot => object(node, answer),
-        Route::CreateGroup => {
-            let made = proto::CreateVolumeGroupSnapshotResponse::decode(answer.clone()).map_err(decoded)?;
+        "ControllerExpandVolume" => {
+            let asked: proto::ControllerExpandVolumeRequest = decode(request)?;
+            let expanded = answered::<proto::ControllerExpandVolumeResponse>(method, node, answer)?;
+            is_capacity(node, expanded.capacity_bytes, asked.capacity_range)
+        }
+        "ControllerGetVolume" | "GetSnapshot" => {
+            let id = answered::<Holder>(method, node, answer)?.object.unwrap_or_default().id;
+            is_asked_for(node, &id, &decode::<Ids>(request)?.first)
+        }
+        "ControllerGetVolumeHealth" => {
+            let health = answered::<proto::ControllerGetVolumeHealthResponse>(method, node, answer)?;
+            let id = health.volume_health.unwrap_or_default().volume_id;
+            is_asked_for(node, &id, &decode::<Ids>(request)?.first)
+        }
+        "CreateSnapshot" => {
+            let asked: proto::CreateSnapshotRequest = decode(request)?;
+            let made = answered::<proto::CreateSnapshotResponse>(method, node, answer)?;
+            let snapshot = made.snapshot.unwrap_or_default();
+            is_of(node, &snapshot.snapshot_id)?;
+            is_asked_for(node, &snapshot.source_volume_id, &asked.source_volume_id)
+        }
+        "CreateVolumeGroupSnapshot" => {
+            let made = answered::<proto::CreateVolumeGroupSnapshotResponse>(method, node, answer)?;
             let group = made.group_snapshot.unwrap_or_default();
             is_of(node, &group.group_snapshot_id)?;
-            group.snapshots.iter().try_for_each(|snapshot| is_of(node, &snapshot.snapshot_id))
+            group.snapshots.iter().try_for_each(|snapshot| snapshot_is_of(node, snapshot))
         }
-        Route::List | Route::ListSnapshots => {
-            let asked: Asked = decode(request)?;
-            let page = Page::decode(answer.clone()).map_err(decoded)?;
-            check_page(method, node, &asked.starting_token, &page)
+        "GetVolumeGroupSnapshot" => {
+            let found = answered::<proto::GetVolumeGroupSnapshotResponse>(method, node, answer)?;
+            let group = found.group_snapshot.unwrap_or_default();
+            is_asked_for(node, &group.group_snapshot_id, &decode::<Ids>(request)?.first)?;
+            group.snapshots.iter().try_for_each(|snapshot| snapshot_is_of(node, snapshot))
+        }
+        "GetCapacity" => {
+            let room = answered::<proto::GetCapacityResponse>(method, node, answer)?;
+            let sizes = [Some(room.available_capacity), room.maximum_volume_size, room.minimum_volume_size];
+            match sizes.into_iter().flatten().find(|bytes| *bytes < 0) {
+                None => Ok(()),
+                Some(bytes) => Err(node.refused(&format!("has a capacity of {bytes} bytes"))),
+            }
+        }
+        "ListVolumes" | "ListSnapshots" | "ControllerListVolumeHealth" => {
+            check_page(method, node, &decode(request)?, &answered(method, node, answer)?)
         }
         _ => Ok(()),
     }

@@ -10,6 +10,7 @@ use tonic::{Code, Status};
 
 use super::{AT_ONCE, Router, Work, answers, decode};
 use crate::node::Node;
+use crate::nodes::Missing;
 use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
 use crate::placement;
 
@@ -25,7 +26,7 @@ impl Router {
         };
         let limit = if limit == 0 { MAX_PAGE } else { limit.min(MAX_PAGE) };
         let start = Start::parse(&asked.starting_token)?;
-        let mut missing: Vec<String> = self.nodes.away().into_iter().map(|(name, _)| name).collect();
+        let mut missing = self.nodes.away();
         let nodes: Vec<(Arc<Node>, String)> = self
             .nodes
             .up()
@@ -38,14 +39,13 @@ impl Router {
         let last_key = nodes.last().map(|(node, _)| node.key);
         let (path, deadline, message) = (method.path, work.deadline, method.without_secrets(&work.message)?);
         let ask = |node: Arc<Node>, token: String, limit: usize| {
-            let asked = Asked { max_entries: limit as i32, starting_token: token.clone() };
+            let asked = Asked { max_entries: limit as i32, starting_token: token };
             let request = asked.instead_of_those_in(&message);
             async move {
                 let page = node.while_up(node.call(path, request, deadline)).await;
                 let page = page.and_then(|page| {
-                    let page = Page::decode(page)
-                        .map_err(|_| Status::internal(format!("node {} sent no list", node.name)))?;
-                    answers::check_page(method, &node, &token, &page)?;
+                    let page = answers::answered(method, &node, &page)?;
+                    answers::check_page(method, &node, &asked, &page)?;
                     Ok(page)
                 });
                 (node, page)
@@ -73,7 +73,8 @@ impl Router {
                     page.next_token = answer.next_token;
                 }
                 Err(status) if status.code() == Code::Unavailable => {
-                    missing.push(node.name.clone());
+                    let (name, why) = (node.name.clone(), "which does not answer".to_owned());
+                    missing.push(Missing { name, why, node: Some(node) });
                     continue;
                 }
                 Err(status) => return Err(status),
@@ -91,19 +92,17 @@ impl Router {
                 counter!(
                     "deltapath_router_lists_incomplete_total",
                     "method" => method.name(),
-                    "node" => node.clone()
+                    "node" => node.name.clone()
                 )
                 .increment(1);
             }
-            tracing::warn!(
-                method = method.name(),
-                nodes = missing.join(", "),
-                "nodes are missing from a list"
-            );
+            let nodes: Vec<String> =
+                missing.iter().map(|Missing { name, why, .. }| format!("{name}, {why}")).collect();
+            let nodes = nodes.join("; and on ");
+            tracing::warn!(method = method.name(), nodes, "nodes are missing from a list");
             if !may_lack {
                 return Err(Status::unavailable(format!(
-                    "the list would lack what is on {}, which does not answer: try again when it is back",
-                    missing.join(", ")
+                    "the list would lack what is on {nodes}: try again when all nodes can be asked"
                 )));
             }
         }
@@ -117,10 +116,13 @@ impl Router {
         let nodes = self.nodes.up().into_iter().filter(|node| {
             request.accessible_topology.as_ref().is_none_or(|asked| placement::fits(&node.topology, asked))
         });
-        let (path, deadline, message) = (work.method.path, work.deadline, work.message.clone());
+        let (method, deadline, message) = (work.method, work.deadline, work.message.clone());
         let ask = |node: Arc<Node>| {
             let message = message.clone();
-            async move { node.while_up(node.call(path, message, deadline)).await }
+            async move {
+                let answer = node.while_up(node.call(method.path, message.clone(), deadline)).await?;
+                answers::check(method, &node, &message, &answer).map(|()| answer)
+            }
         };
         let answers: Vec<_> = stream::iter(nodes).map(ask).buffer_unordered(AT_ONCE).collect().await;
         let mut sum = proto::GetCapacityResponse { maximum_volume_size: Some(0), ..Default::default() };

@@ -36,6 +36,13 @@ pub(super) fn is_answered(answer: &Result<Bytes, Status>) -> bool {
     })
 }
 
+/// The node that was chosen for this name may still make the object.
+pub(super) fn in_work(name: &str, node: &str) -> Status {
+    Status::aborted(format!(
+        "another call may still make {name:?} on node {node}: try again, or use another name"
+    ))
+}
+
 impl Router {
     /// Which node makes the object of this name, as the arbiter of the name knows it, and the arbiter. `best` is proposed.
     pub(super) async fn choose(
@@ -51,7 +58,8 @@ impl Router {
             let request = ChooseRequest { proposed_key: best.to_string(), ..request.clone() };
             let kind = request.kind();
             let mut client = NodeClient::new(node.link().channel());
-            let answer = async { client.choose(request).await.map_err(|status| node.status_of(status)) };
+            let answer =
+                async { client.choose(request.clone()).await.map_err(|status| node.status_of(status)) };
             match within(deadline, node.while_up(answer)).await {
                 Ok(chosen) => {
                     let chosen = chosen.into_inner();
@@ -59,13 +67,13 @@ impl Router {
                     if kind != Kind::Volume && chosen.kind() != kind {
                         return Ok((best, node.clone()));
                     }
-                    let key = chosen.key.parse().map_err(|_| {
-                        Status::internal(format!(
-                            "node {} chose {:?}, which is no key",
-                            node.name, chosen.key
-                        ))
-                    })?;
-                    return Ok((key, node.clone()));
+                    return match chosen.key.parse() {
+                        Ok(key) if !request.excluded_keys.contains(&chosen.key) => Ok((key, node.clone())),
+                        _ => Err(node.refused(&format!(
+                            "chose the node {:?} for {:?}, which cannot be",
+                            chosen.key, request.name
+                        ))),
+                    };
                 }
                 Err(status) if status.code() == Code::Unavailable => last = status,
                 Err(status) => return Err(status),

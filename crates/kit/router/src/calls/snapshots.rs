@@ -7,7 +7,7 @@ use bytes::Bytes;
 use proto::node::{ChooseRequest, Kind};
 use tonic::Status;
 
-use super::names::is_answered;
+use super::names::{in_work, is_answered};
 use super::{Router, Target, Work, decode, forgotten};
 use crate::node::Node;
 use crate::nodes::Lookup;
@@ -100,9 +100,7 @@ impl Router {
                 Lookup::Found(other) => other.name.clone(),
                 Lookup::Unavailable(_) | Lookup::Forgotten => chosen.to_string(),
             };
-            return Err(Status::aborted(format!(
-                "another call may still make {name:?} on node {node}: try again, or use another name"
-            )));
+            return Err(in_work(name, &node));
         }
         work.ask(node).await
     }

@@ -7,10 +7,10 @@ use base::DataDirKey;
 use bytes::Bytes;
 use metrics::counter;
 use prost::Message;
-use proto::node::{ChooseRequest, CreateFromRequest, CreateFromResponse, Kind};
+use proto::node::{ChooseRequest, CreateFromRequest, CreateFromResponse, FindResponse, Kind};
 use tonic::{Code, Status};
 
-use super::names::is_answered;
+use super::names::{in_work, is_answered};
 use super::{Router, Target, Work, answers, decode, forgotten};
 use crate::node::Node;
 use crate::nodes::Lookup;
@@ -35,9 +35,8 @@ impl Router {
 
     /// 1. A volume of this name is found again, wherever it is, also while it is copied there.
     /// 2. A node that was asked before and has not answered is asked again: the volume may be there.
-    /// 3. A source decides, for it is where it is.
-    /// 4. Else, and where the topologies leave the source's node out, the best node, as the arbiter of the name has it: so two
-    ///    routers make one volume. The next best where that has no room.
+    /// 3. Else the source's node or, without a source and where the topologies leave that node out, the best one: proposed to the
+    ///    arbiter of the name, so that two routers make one volume. The next best where that has no room.
     async fn place_volume(
         &self,
         request: &proto::CreateVolumeRequest,
@@ -70,13 +69,10 @@ impl Router {
             {
                 self.delete_on(node, &found.id, work.deadline).await?;
                 self.unanswered.lock().remove(name);
+                self.is_over(name, node.key, work.deadline).await;
             }
             [(node, found)] if !placement::is_allowed(&node.topology, requirement) => {
-                return Err(Status::already_exists(format!(
-                    "volume {name:?} already exists as {} on node {}, which the requisite topologies leave out: use \
-                     another name, or delete it",
-                    found.id, node.name
-                )));
+                return Err(left_out(name, node, found));
             }
             [(node, _)] => return self.create_on(node, name, work).await,
             found => {
@@ -98,16 +94,17 @@ impl Router {
                 Lookup::Found(_) | Lookup::Forgotten => {}
             }
         }
-        if let Some((_, source)) = work.source.clone() {
-            match self.target(&source)? {
-                Target::Forgotten => return Err(forgotten(&source)),
+        let mut at = None;
+        if let Some((_, source)) = &work.source {
+            match self.target(source)? {
+                Target::Forgotten => return Err(forgotten(source)),
                 Target::Node(node) if placement::is_allowed(&node.topology, requirement) => {
-                    return self.create_on(&node, name, work).await;
+                    at = Some(node.key)
                 }
                 Target::Node(_) | Target::Any => {}
             }
         }
-        self.create_anywhere(request, work).await
+        self.create_new(request, at, work).await
     }
 
     /// Deletes a volume, also one that is not whole, on its node.
@@ -142,6 +139,9 @@ impl Router {
         };
         if is_answered(&answer) {
             self.unanswered.lock().remove(name);
+            if answer.is_err() {
+                self.is_over(name, node.key, work.deadline).await;
+            }
         }
         answer
     }
@@ -189,61 +189,91 @@ impl Router {
         Some(*key)
     }
 
-    async fn create_anywhere(
+    /// This node makes no volume of the name: the choice of it ends.
+    async fn is_over(&self, name: &str, key: DataDirKey, deadline: Option<Instant>) {
+        let request = ChooseRequest { is_over: true, ..choice(name) };
+        // Without it the choice ends by itself, later.
+        let _ = self.choose(request, key, &self.nodes.up(), deadline).await;
+    }
+
+    /// Makes the volume on the node that the arbiter of its name has chosen: `at` that node, or the best one.
+    async fn create_new(
         &self,
         request: &proto::CreateVolumeRequest,
+        at: Option<DataDirKey>,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
         let (name, requirement) = (request.name.as_str(), request.accessibility_requirements.as_ref());
-        let (nodes, candidates): (Vec<_>, Vec<_>) = self.nodes.candidates().into_iter().unzip();
-        let node = |key: DataDirKey| nodes.iter().find(|node| node.key == key);
         let bytes = request.capacity_range.map_or(0, |range| range.required_bytes);
         // Counted before anything is waited for, so that calls at once see each other.
-        let (allowed, making) = self.making.order(candidates, requirement, u64::try_from(bytes).unwrap_or(0));
-        let away = self.nodes.away();
-        let may_be_away = away.iter().any(|(_, node)| {
-            node.as_ref().is_none_or(|node| placement::is_allowed(&node.topology, requirement))
-        });
+        let candidates = self.nodes.candidates();
+        let (best, making) = self.making.order(candidates, requirement, u64::try_from(bytes).unwrap_or(0));
+        let allowed = at.map_or(best, |at| vec![at]);
+        let nodes = self.nodes.up();
         let mut excluded = Vec::new();
         let mut full = None;
         loop {
-            let mut left = allowed.iter().filter(|key| !excluded.contains(*key));
-            let Some(best) = left.next() else {
+            let Some(best) = allowed.iter().find(|key| !excluded.contains(*key)) else {
                 if let Some(why) = full.is_none().then(|| self.nodes.taken_id(requirement)).flatten() {
                     return Err(Status::failed_precondition(why));
                 }
+                let may_be_away = self.nodes.away().iter().any(|missing| {
+                    missing
+                        .node
+                        .as_ref()
+                        .is_none_or(|node| placement::is_allowed(&node.topology, requirement))
+                });
                 return Err(full.unwrap_or_else(|| match may_be_away {
                     true => Status::unavailable("no node that the topologies allow answers: try again later"),
                     false => Status::resource_exhausted("none of the requisite topologies is that of a node"),
                 }));
             };
-            // Where there is nothing to choose, nobody needs to agree.
-            let chosen = match left.next().is_none() && !may_be_away && excluded.is_empty() {
-                true => *best,
-                false => {
-                    let request = ChooseRequest {
-                        name: name.to_owned(),
-                        excluded_keys: excluded.iter().map(DataDirKey::to_string).collect(),
-                        kind: Kind::Volume.into(),
-                        ..Default::default()
-                    };
-                    self.choose(request, *best, &nodes, work.deadline).await?.0
+            let excluded_keys = excluded.iter().map(DataDirKey::to_string).collect();
+            let choose = ChooseRequest { excluded_keys, ..choice(name) };
+            let (chosen, arbiter) = self.choose(choose.clone(), *best, &nodes, work.deadline).await?;
+            let node = match self.nodes.lookup(chosen) {
+                Lookup::Found(node) => node,
+                // Its volume may be there.
+                Lookup::Unavailable(status) => return Err(status),
+                Lookup::Forgotten => {
+                    excluded.push(chosen);
+                    continue;
                 }
             };
+            if !allowed.contains(&chosen) {
+                return match Self::find_on(&node, Kind::Volume, name, work.deadline).await? {
+                    Some(found) if found.in_progress => Err(in_work(name, &node.name)),
+                    Some(_) if placement::is_allowed(&node.topology, requirement) => {
+                        self.create_on(&node, name, work).await
+                    }
+                    Some(found) => Err(left_out(name, &node, &found)),
+                    None => Err(in_work(name, &node.name)),
+                };
+            }
+            if chosen != *best {
+                // A choice is kept for whoever proposes it.
+                self.choose(choose, chosen, &[arbiter], work.deadline).await?;
+            }
             making.is_on(chosen);
-            match node(chosen) {
-                Some(node) if allowed.contains(&chosen) => match self.create_on(node, name, work).await {
-                    Err(status) if status.code() == Code::ResourceExhausted => full = Some(status),
-                    answer => return answer,
-                },
-                // Chosen by an earlier call, whose volume may be there.
-                None => match self.nodes.lookup(chosen) {
-                    Lookup::Unavailable(status) => return Err(status),
-                    Lookup::Found(_) | Lookup::Forgotten => {}
-                },
-                Some(_) => {}
+            match self.create_on(&node, name, work).await {
+                Err(status) if status.code() == Code::ResourceExhausted => full = Some(status),
+                answer => return answer,
             }
             excluded.push(chosen);
         }
     }
+}
+
+/// A choice of the node for a volume of this name.
+fn choice(name: &str) -> ChooseRequest {
+    ChooseRequest { name: name.to_owned(), kind: Kind::Volume.into(), ..Default::default() }
+}
+
+/// The volume is on a node on which the call does not allow it.
+fn left_out(name: &str, node: &Node, found: &FindResponse) -> Status {
+    Status::already_exists(format!(
+        "volume {name:?} already exists as {} on node {}, which the requisite topologies leave out: use another name, or \
+         delete it",
+        found.id, node.name
+    ))
 }

@@ -56,14 +56,14 @@ impl Table {
             Some(name) if *name == node.driver => {}
             Some(name) => {
                 let why = format!(
-                    "its driver is {}, and that of the cluster is {name} (--driver-name)",
+                    "its driver is {:?}, and that of the cluster is {name:?} (--driver-name)",
                     node.driver
                 );
                 return Some(Trouble::Stranger(why));
             }
             None => {
                 let why = format!(
-                    "its driver is {}, and as many nodes have another: set --driver-name",
+                    "its driver is {:?}, and as many nodes have another: set --driver-name",
                     node.driver
                 );
                 return Some(Trouble::Stranger(why));

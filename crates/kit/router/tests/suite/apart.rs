@@ -8,11 +8,11 @@ use bytes::Bytes;
 use csi_client::{block_capability, delta_of, from_snapshot, new_volume};
 use prost::Message;
 use proto::TopologyRequirement;
-use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
+use proto::node::{DescribeResponse, FindResponse};
 use testkit::cluster::{Cluster, Router};
 use testkit::{MIB, PoolKind};
 
-use crate::strangers::{described, play};
+use crate::strangers::{agreed, described, play};
 
 const SECRET: &str = "hunter2-do-not-print";
 const KEY: &str = "0badcafe";
@@ -44,10 +44,7 @@ fn answer(path: &str, message: Bytes) -> Vec<u8> {
                 .encode_to_vec()
         }
         "Find" => FindResponse::default().encode_to_vec(),
-        "Choose" => {
-            let asked = ChooseRequest::decode(message).expect("a request");
-            ChooseResponse { key: asked.proposed_key, kind: asked.kind }.encode_to_vec()
-        }
+        "Choose" => agreed(message),
         _ => Vec::new(),
     }
 }

@@ -141,13 +141,15 @@ fn a_cut_link_holds_no_call_past_its_deadline() {
 fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
     network::alone(|| async {
         let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &[], &["--node-timeout", "1s"]).await;
-        let first = cluster.volume_on(0, "twice").await;
+        let request = || new_volume("twice", 16 << 20, block_capability());
+        // By the node alone, as if the arbiter had forgotten which node it chose.
+        let first =
+            cluster.nodes[0].rig.client.create_volume(request()).await.expect("CreateVolume").volume_id;
         cluster.nodes[0].host.as_ref().expect("a host").cut();
         let endpoints = cluster.endpoints();
         let fresh = Router::start(cluster.dir.path(), "fresh", &endpoints, &["--node-timeout", "1s"]).await;
         fresh.sees(1).await;
         let mut client = fresh.client.clone();
-        let request = || new_volume("twice", 16 << 20, block_capability());
         let second = patiently!(client.create_volume(request())).expect("the other node").volume_id;
         assert_eq!(cluster.node_of(&second), 1);
         cluster.volume_on(1, "once").await;

@@ -90,6 +90,57 @@ async fn two_routers_at_once_make_one_volume_of_a_name() {
     cluster.finish();
 }
 
+/// The calls for one name that allow one node each, or have their source on one: one is made, whichever router is asked.
+#[apply(device_test)]
+async fn two_routers_at_once_make_one_volume_where_each_call_allows_one_node() {
+    const NAMES: usize = 20;
+    let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
+    let second = Router::start(cluster.dir.path(), "second", &cluster.endpoints(), &[]).await;
+    second.sees(3).await;
+    let sources = [cluster.volume_on(0, "one").await, cluster.volume_on(1, "two").await];
+    let request = |name: &str, which: usize, has_source: bool| {
+        let mut request = new_volume(name, 16 << 20, block_capability());
+        if has_source {
+            request.volume_content_source = Some(from_volume(&sources[which]));
+            return request;
+        }
+        within(&[cluster.nodes[which].topology()], request)
+    };
+    for number in 0..NAMES {
+        let name = format!("name-{number}");
+        let call = |which: usize, router: usize| {
+            let mut client = [cluster.client(), second.client.clone()][router].clone();
+            let request = request(&name, which, number % 2 == 1);
+            tokio::spawn(async move { client.create_volume(request).await.map(|made| made.volume_id) })
+        };
+        let at_once = [call(0, 0), call(1, 1)];
+        let mut answers = Vec::new();
+        for answer in at_once {
+            answers.push(answer.await.expect("a client"));
+        }
+        let winner = answers.iter().position(Result::is_ok).unwrap_or_else(|| panic!("none: {answers:?}"));
+        let id = answers[winner].as_ref().expect("made").clone();
+        let error = answers.swap_remove(1 - winner).expect_err("two of one name");
+        assert!(matches!(error.code(), Code::AlreadyExists | Code::Aborted), "{error}");
+        for router in 0..2 {
+            let again = call(winner, router).await.expect("a client");
+            assert_eq!(again.expect("found again"), id);
+            let error = call(1 - winner, router).await.expect("a client").expect_err("another's name");
+            assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+        }
+        // A node that refuses to make a volume leaves its name to the others.
+        let name = format!("refused-{number}");
+        let mut refused = request(&name, 0, false);
+        refused.parameters = [("no".to_owned(), "such".to_owned())].into();
+        let error = cluster.client().create_volume(refused).await.expect_err("no such parameter");
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        let made = second.client.clone().create_volume(request(&name, 1, false)).await;
+        assert_eq!(cluster.node_of(&made.expect("the name is free").volume_id), 1);
+    }
+    second.finish();
+    cluster.finish();
+}
+
 /// Snapshots and groups of one name, of volumes on two nodes: one is made, and the call for it goes on to find it.
 #[apply(device_test)]
 async fn two_routers_at_once_make_one_snapshot_of_a_name() {

@@ -159,7 +159,10 @@ fn of_a_volume_made_twice_the_one_that_no_persistent_volume_has_is_deleted() {
         let names = ["lost", "arrived", "open"];
         let mut firsts = Vec::new();
         for name in names {
-            firsts.push(cluster.volume_on(0, name).await);
+            // By the node alone, as if the arbiter had forgotten which node it chose.
+            let request = new_volume(name, 16 << 20, block_capability());
+            let made = cluster.nodes[0].rig.client.create_volume(request).await;
+            firsts.push(made.expect("CreateVolume").volume_id);
         }
         cluster.nodes[0].signal(Signal::SIGSTOP);
         let fresh = Router::start(cluster.dir.path(), "fresh", &[], &flags).await;

@@ -1,13 +1,15 @@
 //! Promise: a node that lies, or that is taken for another, is named in an error and harms nobody else.
 
 use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use csi_client::{block_capability, new_volume};
+use csi_client::{Client, block_capability, new_volume};
 use http_body_util::{BodyExt, Full};
 use prost::Message;
-use proto::node::{DescribeResponse, FindResponse};
+use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
 use proto::{ListVolumesRequest, TopologyRequirement};
 use serve::identity::Role;
 use serve::listen::{self, Limits};
@@ -77,10 +79,23 @@ pub fn described(key: &str, name: &str) -> DescribeResponse {
     }
 }
 
-/// A router in front of an honest node and one that is played.
+/// What an arbiter answers that knows of no other call.
+pub fn agreed(message: Bytes) -> Vec<u8> {
+    let asked = ChooseRequest::decode(message).expect("a request");
+    ChooseResponse { key: asked.proposed_key, kind: asked.kind }.encode_to_vec()
+}
+
+/// A router in front of an honest node and one that is played, which tells the truth of itself. The rest are these answers, to the
+/// call of a name.
 async fn beside(answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static) -> Cluster {
     let mut cluster = Cluster::empty();
     cluster.add_node(PoolKind::Dir, &[]).await;
+    let answers = move |path: &str, message: Bytes| match path.rsplit('/').next().unwrap_or_default() {
+        "Describe" => described(KEY, LIAR).encode_to_vec(),
+        "Find" => FindResponse::default().encode_to_vec(),
+        "Choose" => agreed(message),
+        call => answers(call, message),
+    };
     let address = play(&cluster, KEY, LIAR, answers).await;
     let endpoints = [cluster.endpoints(), vec![address]].concat();
     cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
@@ -105,9 +120,7 @@ fn id(kind: &str, key: &str, number: u32) -> String {
 #[apply(device_test)]
 async fn an_answer_is_about_objects_of_its_node() {
     static TURN: AtomicUsize = AtomicUsize::new(0);
-    let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
-        "Describe" => described(KEY, LIAR).encode_to_vec(),
-        "Find" => FindResponse::default().encode_to_vec(),
+    let cluster = beside(|call, _| match call {
         "CreateVolume" => match TURN.fetch_add(1, Ordering::Relaxed) {
             0 => made(&id("vol", "0000000a", 1), vec![topology(LIAR)]),
             1 => made("", vec![topology(LIAR)]),
@@ -141,6 +154,157 @@ async fn an_answer_is_about_objects_of_its_node() {
     cluster.finish();
 }
 
+/// What the played node answers to one call, and who asks it.
+struct Lie {
+    call: &'static str,
+    answer: Vec<u8>,
+    asked: fn(&mut Client) -> Asked<'_>,
+}
+
+type Asked<'c> = Pin<Box<dyn Future<Output = Result<(), Status>> + 'c>>;
+
+/// A row for a call of the controller.
+macro_rules! lie {
+    ($call:ident($request:expr) $name:literal, $answer:expr) => {
+        Lie {
+            call: $name,
+            answer: $answer.encode_to_vec(),
+            asked: |client| Box::pin(async { client.controller.$call($request).await.map(drop) }),
+        }
+    };
+}
+
+#[apply(device_test)]
+async fn an_impossible_answer_is_internal_and_names_the_node() {
+    static ANSWER: Mutex<(&str, Vec<u8>)> = Mutex::new(("", Vec::new()));
+    let cluster = beside(|call, _| {
+        let answer = ANSWER.lock().expect("an answer");
+        if answer.0 == call { answer.1.clone() } else { Vec::new() }
+    })
+    .await;
+    let own = |kind: &str| id(kind, KEY, 1);
+    let (volume_id, others) = (|| id("vol", KEY, 1), |kind: &str| id(kind, "0000000a", 1));
+    let volume = |id: String, capacity_bytes: i64| {
+        let accessible_topology = vec![topology(LIAR)];
+        Some(proto::Volume { volume_id: id, capacity_bytes, accessible_topology, ..Default::default() })
+    };
+    let snapshot = |snapshot_id: String, source_volume_id: String| {
+        Some(proto::Snapshot { snapshot_id, source_volume_id, ready_to_use: true, ..Default::default() })
+    };
+    let group = |group_snapshot_id: String, source_volume_id: String| {
+        let snapshots = snapshot(own("snap"), source_volume_id).into_iter().collect();
+        Some(proto::VolumeGroupSnapshot { group_snapshot_id, snapshots, ..Default::default() })
+    };
+    let capacity = |available: i64, most: i64, least: i64| proto::GetCapacityResponse {
+        available_capacity: available,
+        maximum_volume_size: Some(most),
+        minimum_volume_size: Some(least),
+    };
+    let listed = |count: u32, bytes: usize| proto::ListVolumesResponse {
+        entries: (0..count)
+            .map(|number| {
+                let volume_context = [("a".to_owned(), "x".repeat(bytes))].into();
+                let volume_id = id("vol", KEY, number);
+                let volume = proto::Volume { volume_id, volume_context, ..Default::default() };
+                proto::list_volumes_response::Entry { volume: Some(volume), status: None }
+            })
+            .collect(),
+        next_token: String::new(),
+    };
+    let snapshots = |source: String| proto::ListSnapshotsResponse {
+        entries: vec![proto::list_snapshots_response::Entry { snapshot: snapshot(own("snap"), source) }],
+        next_token: String::new(),
+    };
+    let mut lies = Vec::new();
+    for capacity_bytes in [-5, 1, 16 * MIB - 1, 32 * MIB + 1] {
+        let answer = proto::CreateVolumeResponse { volume: volume(volume_id(), capacity_bytes) };
+        lies.push(lie!(create_volume(new_on_liar()) "CreateVolume", answer));
+        let answer = proto::ControllerExpandVolumeResponse { capacity_bytes, node_expansion_required: false };
+        lies.push(lie!(controller_expand_volume(expansion()) "ControllerExpandVolume", answer));
+    }
+    for id in [others("vol"), id("vol", KEY, 2), String::new()] {
+        let answer = proto::ControllerGetVolumeResponse { volume: volume(id.clone(), MIB), status: None };
+        lies.push(lie!(controller_get_volume(proto::ControllerGetVolumeRequest { volume_id: its("vol") }) "ControllerGetVolume", answer));
+        let health = proto::VolumeHealth { volume_id: id.clone(), health_statuses: Vec::new() };
+        let answer = proto::ControllerGetVolumeHealthResponse { volume_health: Some(health) };
+        lies.push(lie!(controller_get_volume_health(proto::ControllerGetVolumeHealthRequest { volume_id: its("vol"), ..Default::default() }) "ControllerGetVolumeHealth", answer));
+        let answer = proto::CreateSnapshotResponse { snapshot: snapshot(own("snap"), id) };
+        lies.push(lie!(create_snapshot(new_snapshot()) "CreateSnapshot", answer));
+    }
+    let answer = proto::CreateSnapshotResponse { snapshot: snapshot(others("snap"), volume_id()) };
+    lies.push(lie!(create_snapshot(new_snapshot()) "CreateSnapshot", answer));
+    let answer = proto::GetSnapshotResponse { snapshot: snapshot(id("snap", KEY, 2), volume_id()) };
+    lies.push(lie!(get_snapshot(proto::GetSnapshotRequest { snapshot_id: its("snap"), ..Default::default() }) "GetSnapshot", answer));
+    for answer in [capacity(-1, 1, 1), capacity(1, -1, 1), capacity(1, 1, i64::MIN)] {
+        lies.push(lie!(get_capacity(proto::GetCapacityRequest::default()) "GetCapacity", answer));
+    }
+    lies.push(lie!(list_volumes(page_of(2)) "ListVolumes", listed(3, 1)));
+    lies.push(lie!(list_volumes(page_of(0)) "ListVolumes", listed(5001, 1)));
+    // More than a client takes.
+    lies.push(lie!(list_volumes(page_of(0)) "ListVolumes", listed(1, 5 << 20)));
+    lies.push(lie!(list_snapshots(proto::ListSnapshotsRequest::default()) "ListSnapshots", snapshots(others("vol"))));
+    lies.push(lie!(
+        list_snapshots(proto::ListSnapshotsRequest { source_volume_id: its("vol"), ..Default::default() }) "ListSnapshots",
+        snapshots(others("vol"))
+    ));
+    for group in [group(others("group"), volume_id()), group(own("group"), others("vol"))] {
+        let answer = proto::CreateVolumeGroupSnapshotResponse { group_snapshot: group.clone() };
+        lies.push(Lie {
+            call: "CreateVolumeGroupSnapshot",
+            answer: answer.encode_to_vec(),
+            asked: |client| {
+                Box::pin(async {
+                    client.create_group("g", &[its("vol")]).await.map(drop).map_err(|error| error.status)
+                })
+            },
+        });
+    }
+    let mut client = cluster.client();
+    let mut wrong = Vec::new();
+    for (row, Lie { call, answer, asked }) in lies.into_iter().enumerate() {
+        *ANSWER.lock().expect("an answer") = (call, answer);
+        match asked(&mut client).await {
+            Err(status) if status.code() == Code::Internal && status.message().contains(LIAR) => {}
+            Err(status) => wrong.push(format!("{row}: {call}: {status}")),
+            Ok(()) => wrong.push(format!("{row}: {call}: it is believed")),
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    cluster.finish();
+}
+
+/// An id of the played node.
+fn its(kind: &str) -> String {
+    id(kind, KEY, 1)
+}
+
+fn size() -> Option<proto::CapacityRange> {
+    Some(proto::CapacityRange { required_bytes: 16 * MIB, limit_bytes: 32 * MIB })
+}
+
+fn new_on_liar() -> proto::CreateVolumeRequest {
+    let requirement = TopologyRequirement { requisite: vec![topology(LIAR)], preferred: Vec::new() };
+    proto::CreateVolumeRequest {
+        capacity_range: size(),
+        accessibility_requirements: Some(requirement),
+        ..new_volume("new", 16 * MIB, block_capability())
+    }
+}
+
+fn expansion() -> proto::ControllerExpandVolumeRequest {
+    let volume_id = its("vol");
+    proto::ControllerExpandVolumeRequest { volume_id, capacity_range: size(), ..Default::default() }
+}
+
+fn new_snapshot() -> proto::CreateSnapshotRequest {
+    let (name, source_volume_id) = ("s".to_owned(), its("vol"));
+    proto::CreateSnapshotRequest { name, source_volume_id, ..Default::default() }
+}
+
+fn page_of(max_entries: i32) -> ListVolumesRequest {
+    ListVolumesRequest { max_entries, ..Default::default() }
+}
+
 fn topology(name: &str) -> proto::Topology {
     proto::Topology { segments: [("topology.deltapath.csi.dev/node".to_owned(), name.to_owned())].into() }
 }
@@ -148,9 +312,7 @@ fn topology(name: &str) -> proto::Topology {
 #[apply(device_test)]
 async fn a_list_that_does_not_lead_on_is_cut_off() {
     static TURN: AtomicUsize = AtomicUsize::new(0);
-    let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
-        "Describe" => described(KEY, LIAR).encode_to_vec(),
-        "Find" => FindResponse::default().encode_to_vec(),
+    let cluster = beside(|call, _| match call {
         "ListVolumes" => {
             let page = |key: &str, next: &str, entries: usize| proto::ListVolumesResponse {
                 entries: vec![
@@ -196,9 +358,11 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     for _ in 0..2 {
         cluster.add_node(PoolKind::Dir, &[]).await;
     }
-    let stranger = |path: &str, _| match path.ends_with("/Describe") {
-        true => DescribeResponse { driver_name: "other.csi.dev".to_owned(), ..described(KEY, LIAR) }
-            .encode_to_vec(),
+    let driver_name = if is_named { "other.csi.dev" } else { "" };
+    let stranger = move |path: &str, _| match path.ends_with("/Describe") {
+        true => {
+            DescribeResponse { driver_name: driver_name.to_owned(), ..described(KEY, LIAR) }.encode_to_vec()
+        }
         false => Vec::new(),
     };
     let address = play(&cluster, KEY, LIAR, stranger).await;
@@ -221,11 +385,14 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     assert_eq!(info.into_inner().name, "deltapath.csi.dev");
     let error = client.delete_volume(&id("vol", KEY, 1)).await.expect_err("a stranger's");
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    let why = format!("its driver is {driver_name:?}");
     let message = error.status.message();
-    assert!(
-        message.contains(LIAR) && message.contains("other.csi.dev") && !message.contains("forget"),
-        "{error}"
-    );
+    assert!(message.contains(LIAR) && message.contains(&why) && !message.contains("forget"), "{error}");
+    let all = client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
+    let status = all.expect_err("a stranger's would be missing");
+    assert_eq!(status.code(), Code::Unavailable, "{status}");
+    let message = status.message();
+    assert!(message.contains(LIAR) && message.contains(&why) && !message.contains("not answer"), "{status}");
     cluster.finish();
 }
 
