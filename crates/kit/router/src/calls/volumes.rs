@@ -21,6 +21,9 @@ const WAITED_FOR: Duration = Duration::from_secs(600);
 /// Such volumes at once.
 const MOST_UNANSWERED: usize = 10_000;
 
+/// How long a router may take from its choice of a node to its call of it, before another one goes on without it.
+const SOON: Duration = Duration::from_secs(1);
+
 impl Router {
     /// Makes a volume, and notes whether there may be another of its name.
     pub(super) async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
@@ -196,6 +199,23 @@ impl Router {
         let _ = self.choose(request, key, &self.nodes.up(), deadline).await;
     }
 
+    /// What the node that was chosen for a name has of it. Another router may have chosen it just now, and is about to ask it: so it has
+    /// a moment to come.
+    async fn soon_on(
+        node: &Arc<Node>,
+        name: &str,
+        deadline: Option<Instant>,
+    ) -> Result<Option<FindResponse>, Status> {
+        let until = Instant::now() + SOON;
+        loop {
+            let found = Self::find_on(node, Kind::Volume, name, deadline).await?;
+            if found.is_some() || Instant::now() >= until {
+                return Ok(found);
+            }
+            tokio::time::sleep(SOON / 20).await;
+        }
+    }
+
     /// Makes the volume on the node that the arbiter of its name has chosen: `at` that node, or the best one.
     async fn create_new(
         &self,
@@ -241,14 +261,16 @@ impl Router {
                 }
             };
             if !allowed.contains(&chosen) {
-                return match Self::find_on(&node, Kind::Volume, name, work.deadline).await? {
-                    Some(found) if found.in_progress => Err(in_work(name, &node.name)),
+                match Self::soon_on(&node, name, work.deadline).await? {
+                    Some(found) if found.in_progress => return Err(in_work(name, &node.name)),
                     Some(_) if placement::is_allowed(&node.topology, requirement) => {
-                        self.create_on(&node, name, work).await
+                        return self.create_on(&node, name, work).await;
                     }
-                    Some(found) => Err(left_out(name, &node, &found)),
-                    None => Err(in_work(name, &node.name)),
-                };
+                    Some(found) => return Err(left_out(name, &node, &found)),
+                    // The choice was for a volume that is deleted, or was not made.
+                    None => excluded.push(chosen),
+                }
+                continue;
             }
             if chosen != *best {
                 // A choice is kept for whoever proposes it.
