@@ -60,6 +60,7 @@ fn main() -> ExitCode {
         certificates::the_object_says_whether_a_delta_wants_its_base,
         certificates::files_are_loaded_again_when_they_change,
         certificates::a_certificate_that_has_ended_is_not_ready,
+        certificates::a_broken_kubeconfig_is_named_and_not_quoted,
         certificates::a_strangers_lease_does_not_last_for_years,
         metrics::metrics_are_those_of_the_reference_and_fit_the_calls,
         hostile::plaintext_old_tls_and_garbage_are_refused,
