@@ -13,6 +13,7 @@
 mod api;
 mod certificates;
 mod driver;
+mod health;
 mod objects;
 mod record;
 mod resolve;

@@ -67,6 +67,7 @@ fn main() -> ExitCode {
         hostile::requests_that_are_too_large_or_too_slow_end,
         fuzzed::requests_of_both_calls_get_the_right_code,
         hostile::requests_of_unknown_callers_take_a_bounded_memory,
+        hostile::calls_without_a_body_take_a_bounded_memory_and_keep_nobody_out,
         hostile::a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended,
         broken_driver::a_driver_that_breaks_the_protocol_harms_only_its_own_answer,
         hostile::no_token_and_no_secret_is_written_anywhere,
