@@ -9,7 +9,7 @@ use arc_swap::ArcSwapOption;
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use rustls::crypto::ring;
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ClientHello, NoClientAuth, ResolvesServerCert};
@@ -23,21 +23,77 @@ pub enum Error {
     #[error("read {}", .0.display())]
     Read(PathBuf, #[source] std::io::Error),
     /// No certificate, or no key, in PEM.
-    #[error("{what} is not PEM with a {wanted}")]
+    #[error("{what} holds no {wanted} in PEM")]
     Pem {
         /// The file, or where else it comes from.
         what: String,
         /// `certificate` or `private key`.
         wanted: &'static str,
         /// What the parser says.
-        source: rustls::pki_types::pem::Error,
+        source: pem::Error,
     },
     /// There are bytes in the PEM that are no certificate.
-    #[error("read when the certificate is valid: {0}")]
-    Validity(String),
+    #[error("{what} holds no certificate of X.509: {why}")]
+    Validity {
+        /// The file, or where else it comes from.
+        what: String,
+        /// What the parser says.
+        why: String,
+    },
     /// The two do not belong together, or the key is of a kind that TLS does not know.
-    #[error("certificate and private key do not fit together")]
-    Mismatch(#[source] rustls::Error),
+    #[error("{key} is not the key of the certificate in {chain}, or of a kind that TLS does not know")]
+    Mismatch {
+        /// Where the certificate comes from.
+        chain: String,
+        /// Where the key comes from.
+        key: String,
+        /// What TLS says.
+        source: rustls::Error,
+    },
+}
+
+/// A PEM, and where it comes from.
+#[derive(Clone, Copy, Debug)]
+pub struct Pem<'p> {
+    /// The file, or what else it is.
+    pub what: &'p str,
+    /// The text.
+    pub text: &'p [u8],
+}
+
+impl Pem<'_> {
+    fn lacks(&self, wanted: &'static str) -> impl Fn(pem::Error) -> Error {
+        let what = self.what.to_owned();
+        move |source| Error::Pem { what: what.clone(), wanted, source }
+    }
+
+    /// All certificates in it, of which there is at least one.
+    pub(crate) fn certificates(&self) -> Result<Vec<CertificateDer<'static>>, Error> {
+        let found = CertificateDer::pem_slice_iter(self.text).collect::<Result<Vec<_>, _>>();
+        let some = found.and_then(|all| if all.is_empty() { Err(pem::Error::NoItemsFound) } else { Ok(all) });
+        some.map_err(self.lacks("certificate"))
+    }
+
+    /// This chain with the key in the other one.
+    pub(crate) fn with_key(&self, key: Pem<'_>) -> Result<Pair, Error> {
+        let chain = self.certificates()?;
+        let validity = Validity::of(self.what, &chain)?;
+        let key_der = PrivateKeyDer::from_pem_slice(key.text).map_err(key.lacks("private key"))?;
+        let pair = CertifiedKey::from_der(chain, key_der.clone_key(), &ring::default_provider());
+        let pair = pair.map_err(|source| Error::Mismatch {
+            chain: self.what.to_owned(),
+            key: key.what.to_owned(),
+            source,
+        })?;
+        Ok(Pair { pair, key: key_der, validity })
+    }
+}
+
+/// A certificate with its key.
+pub(crate) struct Pair {
+    pub(crate) pair: CertifiedKey,
+    pub(crate) key: PrivateKeyDer<'static>,
+    pub(crate) validity: Validity,
 }
 
 impl Error {
@@ -55,11 +111,12 @@ pub(crate) struct Validity {
 }
 
 impl Validity {
-    pub(crate) fn of(chain: &[CertificateDer<'_>]) -> Result<Self, Error> {
+    fn of(what: &str, chain: &[CertificateDer<'_>]) -> Result<Self, Error> {
         let mut all = Validity { begins: i64::MIN, ends: i64::MAX };
         for certificate in chain {
             let parsed = x509_parser::parse_x509_certificate(certificate);
-            let (_, parsed) = parsed.map_err(|error| Error::Validity(error.to_string()))?;
+            let (_, parsed) =
+                parsed.map_err(|error| Error::Validity { what: what.to_owned(), why: error.to_string() })?;
             all.begins = all.begins.max(parsed.validity().not_before.timestamp());
             all.ends = all.ends.min(parsed.validity().not_after.timestamp());
         }
@@ -115,18 +172,9 @@ struct Shown {
 }
 
 impl Certificate {
-    /// Shows this one from now on: a chain and its key, in PEM. On an error the one before stays.
-    pub fn replace(&self, chain: &[u8], key: &[u8]) -> Result<(), Error> {
-        let pem = |what: &str, wanted| {
-            let what = what.to_owned();
-            move |source| Error::Pem { what, wanted, source }
-        };
-        let chain: Vec<_> = CertificateDer::pem_slice_iter(chain)
-            .collect::<Result<_, _>>()
-            .map_err(pem("the certificate", "certificate"))?;
-        let key = PrivateKeyDer::from_pem_slice(key).map_err(pem("the key", "private key"))?;
-        let validity = Validity::of(&chain)?;
-        let pair = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(Error::Mismatch)?;
+    /// Shows this one from now on: a chain and its key. On an error the one before stays.
+    pub fn replace(&self, chain: Pem<'_>, key: Pem<'_>) -> Result<(), Error> {
+        let Pair { pair, validity, .. } = chain.with_key(key)?;
         if let Some(gauge) = self.gauge.get() {
             metrics::gauge!(*gauge).set(validity.ends as f64);
         }
@@ -136,8 +184,10 @@ impl Certificate {
 
     /// Shows the one in these files from now on.
     pub fn load(&self, chain: &Path, key: &Path) -> Result<(), Error> {
-        let [chain, key] = self.tried.read([chain, key])?;
-        self.replace(&chain, &key)
+        let read = self.tried.read([chain, key])?;
+        let names = [chain, key].map(|file| file.display().to_string());
+        let [chain, key] = [0, 1].map(|which| Pem { what: &names[which], text: &read[which] });
+        self.replace(chain, key)
     }
 
     /// Why clients would not accept what is shown, if that is so.
@@ -273,7 +323,9 @@ mod tests {
             for chain in [made.clone(), format!("{sound}{made}")] {
                 let certificate = Certificate::default();
                 assert_eq!(certificate.missing(), Some("it has no certificate yet"));
-                certificate.replace(chain.as_bytes(), key.serialize_pem().as_bytes()).expect("it is shown");
+                let [chain, key] = [&chain, &key.serialize_pem()].map(|pem| pem.as_bytes().to_vec());
+                let [chain, key] = [&chain, &key].map(|text| Pem { what: "a test", text });
+                certificate.replace(chain, key).expect("it is shown");
                 assert_eq!(certificate.missing(), expected);
             }
         }

@@ -62,7 +62,7 @@ pub async fn probes(
 /// Serves until dropped.
 pub async fn serve(listener: TcpListener, router: Router) {
     let router = router.fallback(unknown);
-    let slots = Slots::new(Bounds { stages: [MAX_CONNECTIONS, 0, 0], each: 0 });
+    let slots = Slots::new(Bounds { stages: [MAX_CONNECTIONS, 0, 0], each: 0, unknown: 0 });
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,

@@ -18,6 +18,7 @@ use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
+use tonic::Status;
 use tonic::transport::server::Connected;
 
 use crate::identity::Identity;
@@ -25,6 +26,8 @@ use crate::slots::{Bounds, Slot, Slots};
 
 /// Hellos that are answered at once.
 const TURNS: usize = 4;
+/// What a call costs before anything of its body has come, in bytes: its state here and in HTTP/2.
+const CALL: usize = 16 << 10;
 
 /// What connections may take.
 #[derive(Clone, Debug)]
@@ -33,6 +36,8 @@ pub struct Limits {
     pub stages: [usize; 3],
     /// Connections of one known client at once.
     pub each: usize,
+    /// Bytes of all calls whose callers are not known, at 16 KiB each and their bodies ([`Calls::hold`]).
+    pub unknown: usize,
     /// Time for the handshake, and after it for a first call of a known client.
     pub greeting: Duration,
     /// A connection without a call for this long is closed, at the latest after twice as long.
@@ -54,6 +59,7 @@ impl Default for Limits {
         Limits {
             stages: [4096, 1024, 1280],
             each: 320,
+            unknown: 48 << 20,
             greeting: Duration::from_secs(10),
             unused: Duration::from_secs(300),
             known_by_certificate: false,
@@ -69,7 +75,7 @@ pub fn tls(
 ) -> ReceiverStream<io::Result<Connection>> {
     let (ready, connections) = mpsc::channel(64);
     let turns = Arc::new(Semaphore::new(TURNS));
-    let slots = Slots::new(Bounds { stages: limits.stages, each: limits.each });
+    let slots = Slots::new(Bounds { stages: limits.stages, each: limits.each, unknown: limits.unknown });
     tokio::spawn(async move {
         loop {
             let stream = tokio::select! {
@@ -170,9 +176,41 @@ impl Calls {
         OpenCall(self.clone())
     }
 
+    /// Counts what a call costs until its caller is known. Where all of them cost too much, the stranger's connection whose calls cost
+    /// most is closed.
+    pub fn hold(&self) -> Result<Held, Status> {
+        let mut held = Held { slot: self.slot.clone(), bytes: 0 };
+        held.add(CALL)?;
+        Ok(held)
+    }
+
     /// The certificate that the client has shown.
     pub fn client(&self) -> Option<&CertificateDer<'static>> {
         self.client.as_deref()
+    }
+}
+
+/// What a call costs whose caller is not known; given back when it is dropped.
+#[derive(Debug)]
+pub struct Held {
+    slot: Arc<Slot>,
+    bytes: usize,
+}
+
+impl Held {
+    /// As many bytes of its body are kept, too.
+    pub fn add(&mut self, bytes: usize) -> Result<(), Status> {
+        if !self.slot.hold(bytes) {
+            return Err(Status::resource_exhausted("too many requests are being received: try again"));
+        }
+        self.bytes += bytes;
+        Ok(())
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.slot.give_back(self.bytes);
     }
 }
 

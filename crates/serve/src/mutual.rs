@@ -8,7 +8,7 @@
 //! the check of the client's certificate.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +17,6 @@ use hyper_util::rt::TokioIo;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
 use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
-use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
@@ -31,7 +30,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use crate::certificate::{self, Tried, Validity};
+use crate::certificate::{self, Pair, Pem, Tried, Validity};
 use crate::identity::{Identity, Role};
 use crate::ticket::{Signer, TicketVerifier};
 
@@ -47,9 +46,6 @@ pub enum Error {
     /// They cannot be read, or hold something else.
     #[error(transparent)]
     Certificate(#[from] certificate::Error),
-    /// There is no CA in the file.
-    #[error("{} holds no CA certificate in PEM", .0.display())]
-    NoAuthority(PathBuf),
     /// The certificate is for somebody else.
     #[error(
         "the certificate in {} must have the URI SAN spiffe://CLUSTER/deltapath/{wanted}, and no other of deltapath; it has {found}",
@@ -109,15 +105,14 @@ impl Mutual {
 
     /// Uses what the files hold now. On an error what was loaded before stays.
     pub fn load(&self) -> Result<(), Error> {
-        let pem = |path: &Path, wanted| {
-            let what = path.display().to_string();
-            move |source| certificate::Error::Pem { what, wanted, source }
-        };
         let Files { certificate, key, authorities } = &self.files;
-        let [chain, own_key, roots_pem] = self.tried.read([certificate, key, authorities])?;
-        let chain: Vec<_> = CertificateDer::pem_slice_iter(&chain)
-            .collect::<Result<_, _>>()
-            .map_err(pem(certificate, "certificate"))?;
+        let files = [certificate.as_path(), key, authorities];
+        let read = self.tried.read(files)?;
+        let names = files.map(|file| file.display().to_string());
+        let [chain, key, authorities] =
+            [0, 1, 2].map(|which| Pem { what: &names[which], text: &read[which] });
+        let Pair { pair, key, validity } = chain.with_key(key)?;
+        let chain = pair.cert;
         let own = chain.first().and_then(Identity::of);
         let identity = match own {
             Some(identity) if identity.role == self.own => identity,
@@ -132,14 +127,9 @@ impl Mutual {
                 });
             }
         };
-        let validity = Validity::of(&chain)?;
-        let key = PrivateKeyDer::from_pem_slice(&own_key).map_err(pem(key, "private key"))?;
         let mut roots = RootCertStore::empty();
-        for authority in CertificateDer::pem_slice_iter(&roots_pem) {
-            roots.add(authority.map_err(pem(authorities, "certificate"))?).map_err(Error::Tls)?;
-        }
-        if roots.is_empty() {
-            return Err(Error::NoAuthority(authorities.clone()));
+        for authority in authorities.certificates()? {
+            roots.add(authority).map_err(Error::Tls)?;
         }
         let roots = Arc::new(roots);
         let provider = Arc::new(ring::default_provider());
@@ -398,5 +388,45 @@ impl ServerCertVerifier for NodeOnly {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_cannot_be_used_are_named() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let [certificate, key, authorities] =
+            ["tls.crt", "tls.key", "ca.crt"].map(|name| dir.path().join(name));
+        let files =
+            Files { certificate: certificate.clone(), key: key.clone(), authorities: authorities.clone() };
+        let pair = rcgen::KeyPair::generate().expect("a key");
+        let mut params = rcgen::CertificateParams::new(Vec::new()).expect("params");
+        let role = "spiffe://cluster/deltapath/router".try_into().expect("ASCII");
+        params.subject_alt_names.push(rcgen::SanType::URI(role));
+        let chain = params.self_signed(&pair).expect("a certificate").pem();
+        let (own, other) = (pair.serialize_pem(), rcgen::KeyPair::generate().expect("a key").serialize_pem());
+        for (in_certificate, in_key, in_authorities, said) in [
+            ("", own.as_str(), chain.as_str(), "tls.crt holds no certificate in PEM"),
+            ("root:x:0:0", &own, &chain, "tls.crt holds no certificate in PEM"),
+            (&chain, "root:x:0:0", &chain, "tls.key holds no private key in PEM"),
+            (&chain, &own, "root:x:0:0", "ca.crt holds no certificate in PEM"),
+            (&chain, &other, &chain, "tls.key is not the key of the certificate in"),
+            (&chain, &own, &chain, ""),
+        ] {
+            for (file, text) in
+                [(&certificate, in_certificate), (&key, in_key), (&authorities, in_authorities)]
+            {
+                std::fs::write(file, text).expect("write");
+            }
+            match Mutual::new(files.clone(), Role::Router).load() {
+                Ok(()) => assert_eq!(said, ""),
+                Err(error) => {
+                    assert!(!said.is_empty() && error.to_string().contains(said), "{said}: {error}")
+                }
+            }
+        }
     }
 }

@@ -7,6 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::builder::RangedU64ValueParser;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tonic_health::ServingStatus;
@@ -53,6 +54,11 @@ pub fn host_and_port(text: &str) -> Result<String, String> {
 pub fn review_cache(text: &str) -> Result<Duration, String> {
     let age = base::age::read(text).filter(|age| *age <= Duration::from_secs(10));
     age.ok_or_else(|| "reviews are believed for 0s to 10s".into())
+}
+
+/// The values of flags that bound a number of streams.
+pub fn streams() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=1_000_000)
 }
 
 /// The name of this machine, which in a pod is the pod's.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use axum::http::{Request, Response, StatusCode};
 use kube::client::Body;
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use tonic::Status;
 
@@ -25,13 +25,33 @@ pub struct Metrics {
 /// A client of the API server: by this kubeconfig file, or else the pod's service account or what kubectl would take.
 pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, Box<dyn Error>> {
     let config = match kubeconfig {
-        None => Config::infer().await?,
+        None => Config::infer().await.map_err(|error| {
+            match error.source().and_then(<dyn Error>::downcast_ref) {
+                Some(unread @ KubeconfigError::Parse(_)) => {
+                    said_of("the file of KUBECONFIG, or ~/.kube/config,", unread)
+                }
+                _ => error.to_string(),
+            }
+        })?,
         Some(path) => {
-            let kubeconfig = Kubeconfig::read_from(path)?;
-            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
+            let said = |error| said_of(&path.display().to_string(), &error);
+            let kubeconfig = Kubeconfig::read_from(path).map_err(said)?;
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.map_err(said)?
         }
     };
     Ok(relisting(Client::try_from(config)?))
+}
+
+/// Why a kubeconfig cannot be used. What stands in it, a token perhaps, is not quoted, as the parser does.
+fn said_of(file: &str, error: &KubeconfigError) -> String {
+    match error {
+        KubeconfigError::Parse(error) => {
+            let at =
+                error.location().map(|at| format!(": look at line {}, column {}", at.line(), at.column()));
+            format!("{file} is no kubeconfig in YAML{}", at.unwrap_or_default())
+        }
+        error => format!("the kubeconfig {file} cannot be used: {error}"),
+    }
 }
 
 /// A client by which a watch whose resourceVersion is too old is listed anew. The API server may say so in the HTTP status (410) or in

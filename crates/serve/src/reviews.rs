@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use base64::Engine;
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus, UserInfo};
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
 use kube::api::PostParams;
 use kube::{Api, Client};
@@ -134,6 +134,9 @@ impl Reviews {
 
     /// The caller with this token, if it is valid for the audience.
     pub async fn caller(&self, token: &str, audience: &str) -> Result<Arc<Caller>, Status> {
+        if !is_token(token) {
+            return Err(self.refused());
+        }
         let key = self.key(&[token.as_bytes(), audience.as_bytes()]);
         if let Some(caller) = self.callers.get(&key).await {
             self.counted("TokenReview", "cached");
@@ -153,19 +156,16 @@ impl Reviews {
         };
         let asked = Instant::now();
         let status = self.post(review, "TokenReview").await?.status.unwrap_or_default();
-        let is_for_us =
-            status.audiences.as_ref().is_some_and(|audiences| audiences.iter().any(|one| one == audience));
-        if status.authenticated != Some(true) || !is_for_us {
-            self.counted("TokenReview", "denied");
-            // What the API server says of the token is for its log, not for the token's holder.
-            return Err(Status::unauthenticated(
-                "the security token is not valid, or not for the audience of this service",
-            ));
-        }
+        let user = user_of(status, audience).ok_or_else(|| self.refused())?;
         self.counted("TokenReview", "allowed");
         let kept = seconds_left(token).map_or(self.keep, |left| left.min(self.keep));
-        let user = status.user.unwrap_or_default();
         Ok(Arc::new(Caller { user, token: key, ends: asked + kept }))
+    }
+
+    /// What the API server says of the token is for its log, not for the token's holder.
+    fn refused(&self) -> Status {
+        self.counted("TokenReview", "denied");
+        Status::unauthenticated("the security token is not valid, or not for the audience of this service")
     }
 
     /// The caller that a trusted server in front of this one has named.
@@ -264,6 +264,19 @@ impl Reviews {
     }
 }
 
+/// Whether it may be a token. The API server reads it behind `Bearer ` of a header: where a blank is in it, the rest counts for nothing.
+fn is_token(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// The user whom a review has found, if the token is for the audience. One without a name is `system:anonymous` to the API server.
+fn user_of(status: TokenReviewStatus, audience: &str) -> Option<UserInfo> {
+    let is_for_us = status.audiences.is_some_and(|audiences| audiences.iter().any(|one| one == audience));
+    let user = status.user.filter(|_| status.authenticated == Some(true) && is_for_us)?;
+    let is_named = user.username.as_deref().is_some_and(|name| !["", "system:anonymous"].contains(&name));
+    is_named.then_some(user)
+}
+
 /// How long a token still lives, by its `exp` claim. The API server has judged the token; this only shortens what is kept,
 /// so nothing is verified here. `None` where it is no JWT.
 fn seconds_left(token: &str) -> Option<Duration> {
@@ -281,6 +294,29 @@ fn seconds_left(token: &str) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_user_without_a_name_is_none() {
+        for (name, authenticated, audiences, is_user) in [
+            (Some("ann"), Some(true), &["here", "there"][..], true),
+            (Some("ann"), Some(false), &["here"], false),
+            (Some("ann"), None, &["here"], false),
+            (Some("ann"), Some(true), &["there"], false),
+            (Some("system:anonymous"), Some(true), &["here"], false),
+            (Some(""), Some(true), &["here"], false),
+            (None, Some(true), &["here"], false),
+        ] {
+            let audiences = audiences.iter().map(|&one| one.to_owned()).collect();
+            let user = UserInfo { username: name.map(str::to_owned), ..UserInfo::default() };
+            let status = TokenReviewStatus {
+                authenticated,
+                audiences: Some(audiences),
+                user: Some(user),
+                ..TokenReviewStatus::default()
+            };
+            assert_eq!(user_of(status, "here").is_some(), is_user, "{name:?}");
+        }
+    }
 
     #[test]
     fn a_token_tells_how_long_it_lives() {

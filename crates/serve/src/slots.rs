@@ -1,6 +1,7 @@
 //! Slots of connections on a port that anyone may reach. Every newcomer is let in; where that makes too many, the connection that has
 //! been idle for longest goes, first of those whose client is not known. So strangers keep nobody out, and a client that has shown who
-//! it is loses an idle connection only to others who have.
+//! it is loses an idle connection only to others who have. The same for what calls cost before their callers are known: the stranger with
+//! the most of it goes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -35,13 +36,15 @@ pub enum Stage {
     Known = 2,
 }
 
-/// The most connections at once.
+/// The most at once: connections, and what their calls cost.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Of each [`Stage`].
     pub stages: [usize; 3],
     /// Of each known client.
     pub each: usize,
+    /// Bytes of all calls whose callers are not known.
+    pub unknown: usize,
 }
 
 /// All slots of a port.
@@ -56,6 +59,8 @@ struct Taken {
     next: u64,
     /// By age: since the stage was reached or, where there was a call since, since the last one ended.
     stages: [BTreeMap<u64, Arc<Seat>>; 3],
+    /// Bytes of calls whose callers are not known, on connections that stay.
+    unknown: usize,
 }
 
 #[derive(Debug)]
@@ -63,6 +68,8 @@ struct Seat {
     close: CancellationToken,
     /// Calls under way.
     open: AtomicUsize,
+    /// What it has of [`Taken::unknown`]; changed only while that is locked.
+    unknown: AtomicUsize,
     /// Where it is in [`Taken`], and whose; changed only while that is locked.
     at: Mutex<(Stage, u64, String)>,
 }
@@ -83,7 +90,8 @@ impl Slots {
     /// A slot for a newcomer.
     pub fn enter(self: &Arc<Self>) -> Slot {
         let at = Mutex::new((Stage::Open, 0, String::new()));
-        let seat = Arc::new(Seat { close: CancellationToken::new(), open: AtomicUsize::new(0), at });
+        let (open, unknown) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let seat = Arc::new(Seat { close: CancellationToken::new(), open, unknown, at });
         self.taken.lock().seat(&seat, Stage::Open, None, &self.bounds);
         Slot { slots: self.clone(), seat }
     }
@@ -107,27 +115,47 @@ impl Taken {
             let own = seats.iter().filter(|(_, seat)| seat.at.lock().2 == client);
             if own.clone().count() > bounds.each {
                 let oldest = own.clone().find(|(_, seat)| seat.is_idle()).map(|(age, _)| *age);
-                close(seats, oldest.unwrap_or(self.next));
+                let oldest = oldest.unwrap_or(self.next);
+                self.close(stage, oldest);
             }
         }
+        let seats = &self.stages[stage as usize];
         if seats.len() > bounds.stages[stage as usize] {
             let idle = seats.iter().find(|(_, seat)| seat.is_idle()).map(|(age, _)| *age);
             // Strangers' calls end soon anyway; a known client's goes on.
             let busy = if stage == Stage::Known { None } else { seats.keys().next().copied() };
-            close(seats, idle.or(busy).unwrap_or(self.next));
+            let age = idle.or(busy).unwrap_or(self.next);
+            self.close(stage, age);
         }
     }
-}
 
-fn close(seats: &mut BTreeMap<u64, Arc<Seat>>, age: u64) {
-    if let Some(seat) = seats.remove(&age) {
-        seat.close.cancel();
+    /// What its calls have ends with the connection.
+    fn close(&mut self, stage: Stage, age: u64) {
+        if let Some(seat) = self.stages[stage as usize].remove(&age) {
+            seat.close.cancel();
+            self.give_back(&seat, usize::MAX);
+        }
+    }
+
+    fn hold(&mut self, seat: &Seat, bytes: usize) {
+        seat.unknown.fetch_add(bytes, Ordering::Relaxed);
+        self.unknown += bytes;
+    }
+
+    fn give_back(&mut self, seat: &Seat, bytes: usize) {
+        let bytes = bytes.min(seat.unknown());
+        seat.unknown.fetch_sub(bytes, Ordering::Relaxed);
+        self.unknown -= bytes;
     }
 }
 
 impl Seat {
     fn is_idle(&self) -> bool {
         self.open.load(Ordering::Relaxed) == 0
+    }
+
+    fn unknown(&self) -> usize {
+        self.unknown.load(Ordering::Relaxed)
     }
 }
 
@@ -176,6 +204,33 @@ impl Slot {
         }
     }
 
+    /// Counts bytes of a call whose caller is not known, to be given back. Where that makes too many, the stranger with the most goes,
+    /// of equal ones the oldest. False, and not counted, where that is this one, or where no stranger has any.
+    pub fn hold(&self, bytes: usize) -> bool {
+        let mut taken = self.slots.taken.lock();
+        if self.seat.close.is_cancelled() {
+            return false;
+        }
+        taken.hold(&self.seat, bytes);
+        while taken.unknown > self.slots.bounds.unknown {
+            let strangers = taken.stages[Stage::Greeted as usize].iter().rev();
+            let most = strangers.max_by_key(|(_, seat)| seat.unknown());
+            match most.filter(|(_, seat)| seat.unknown() > 0).map(|(age, _)| *age) {
+                Some(age) => taken.close(Stage::Greeted, age),
+                None => {
+                    taken.give_back(&self.seat, bytes);
+                    return false;
+                }
+            }
+        }
+        !self.seat.close.is_cancelled()
+    }
+
+    /// Gives back what was counted.
+    pub fn give_back(&self, bytes: usize) {
+        self.slots.taken.lock().give_back(&self.seat, bytes);
+    }
+
     fn move_to(&self, stage: Stage, client: Option<&str>) {
         // One that is closed has left already.
         let mut taken = self.slots.taken.lock();
@@ -199,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_oldest_idle_stranger_goes_first_and_a_known_client_only_for_another() {
-        let slots = Slots::new(Bounds { stages: [2, 2, 3], each: 2 });
+        let slots = Slots::new(Bounds { stages: [2, 2, 3], each: 2, unknown: 0 });
         let closed = |slot: &Slot| slot.seat.close.is_cancelled();
         // Half-done handshakes.
         let silent: Vec<_> = (0..3).map(|_| slots.enter()).collect();
@@ -240,5 +295,26 @@ mod tests {
         assert!(closed(&dora) && [&another, &third, &carl].into_iter().all(|slot| !closed(slot)));
         drop((strangers, another, second, third, carl, dora));
         assert!(slots.taken.lock().stages.iter().all(BTreeMap::is_empty));
+    }
+    #[test]
+    fn the_stranger_whose_calls_cost_most_goes_and_a_known_client_is_refused() {
+        let slots = Slots::new(Bounds { stages: [9, 9, 9], each: 9, unknown: 10 });
+        let closed = |slot: &Slot| slot.seat.close.is_cancelled();
+        let [small, large, newcomer, known] = std::array::from_fn(|_| slots.enter());
+        [&small, &large, &newcomer].into_iter().for_each(Slot::greeted);
+        known.known("ann");
+        assert!(small.hold(3) && large.hold(3) && large.hold(1) && known.hold(3));
+        assert!(newcomer.hold(2) && closed(&large) && !closed(&small) && !closed(&newcomer));
+        // What is closed has nothing any more, and gets nothing.
+        large.give_back(4);
+        assert!(!large.hold(1) && slots.taken.lock().unknown == 8);
+        // Of equal ones the oldest.
+        assert!(newcomer.hold(1) && known.hold(2) && closed(&small) && !closed(&newcomer));
+        assert!(!newcomer.hold(8) && closed(&newcomer), "it has the most itself");
+        assert!(known.hold(5) && !known.hold(1) && !closed(&known), "no stranger is left");
+        known.give_back(10);
+        assert!(known.hold(10));
+        known.give_back(10);
+        assert_eq!(slots.taken.lock().unknown, 0);
     }
 }

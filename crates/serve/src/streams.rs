@@ -269,7 +269,7 @@ impl<R: Record> http_body::Body for Passing<R> {
                 }
                 Err(frame) => {
                     let trailers = frame.into_trailers().unwrap_or_default();
-                    live.ended(relay::status(&trailers), "its trailers have no status")
+                    live.ended(relay::status(&trailers), "its trailers have no status in their first 16 KiB")
                 }
             },
             Poll::Ready(Some(Err(error))) => match live.call.record.lost(&error) {

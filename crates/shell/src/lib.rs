@@ -137,16 +137,18 @@ pub fn parse<C: Parser>() -> C {
 
 /// The value of a flag that is a length of time above zero.
 pub fn age(text: &str) -> Result<Duration, String> {
-    let age = base::age::read(text).filter(|age| !age.is_zero());
-    age.ok_or_else(|| {
-        "write a whole number above 0 and a unit (s, m, h, d), such as 5m, or seconds, such as 0.5".into()
-    })
+    match age_or_none(text)? {
+        Duration::ZERO => Err("it must be above 0".into()),
+        age => Ok(age),
+    }
 }
 
-/// The value of a flag that is a length of time, or 0.
+/// The value of a flag that is a length of time, or 0. What is added to the time of now, even more than once, is a date that every
+/// calendar has.
 pub fn age_or_none(text: &str) -> Result<Duration, String> {
-    base::age::read(text).ok_or_else(|| {
-        "write a whole number and a unit (s, m, h, d), such as 5m, or seconds, such as 0.5, or 0".into()
+    let longest = Duration::from_secs(36_500 * 24 * 3600);
+    base::age::read(text).filter(|age| *age <= longest).ok_or_else(|| {
+        "write a whole number and a unit (s, m, h, d), such as 5m, or seconds, such as 0.5; at most 36500d".into()
     })
 }
 

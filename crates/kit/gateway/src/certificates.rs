@@ -14,7 +14,7 @@ use kube::api::{DynamicObject, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
 use serde_json::{Value, json};
-use serve::certificate::Certificate;
+use serve::certificate::{Certificate, Pem};
 use serve::certificates::{self, SecretError, State, secret};
 use tokio::time::{sleep, timeout};
 
@@ -99,7 +99,10 @@ impl Certificates {
         loop {
             match timeout(PATIENCE, self.read()).await.unwrap_or(Err(Error::Late)) {
                 Ok((_, Some(state))) if current.as_ref() != Some(&state.leaf) => {
-                    match shown.replace(state.leaf.certificate.as_bytes(), state.leaf.key.as_bytes()) {
+                    let what = &format!("the Secret {}", self.secret);
+                    let [chain, key] = [&state.leaf.certificate, &state.leaf.key]
+                        .map(|text| Pem { what, text: text.as_bytes() });
+                    match shown.replace(chain, key) {
                         Ok(()) => tracing::info!(ends = %state.leaf.ends, "a new certificate is in use"),
                         Err(error) => tracing::error!(error = base::report(&error), "show the certificate"),
                     }

@@ -13,6 +13,7 @@
 mod api;
 mod certificates;
 mod driver;
+mod health;
 mod objects;
 mod record;
 mod resolve;
@@ -26,7 +27,7 @@ use std::time::Duration;
 
 use base::Endpoint;
 use clap::Parser;
-use serve::program::{LogFormat, host_and_port, host_name, review_cache};
+use serve::program::{LogFormat, host_and_port, host_name, review_cache, streams};
 
 /// Thousands of connections come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -108,10 +109,10 @@ struct Arguments {
     ca_overlap: Duration,
 
     /// Maximum number of streams at once.
-    #[arg(long, value_name = "COUNT", default_value_t = 1024)]
+    #[arg(long, value_name = "COUNT", default_value_t = 1024, value_parser = streams())]
     max_streams: usize,
     /// Maximum number of streams of one user at once.
-    #[arg(long, value_name = "COUNT", default_value_t = 256)]
+    #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = streams())]
     max_streams_per_client: usize,
     /// How long a client may leave a stream unread before it is ended. A stream that is read may last as long as it needs.
     #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
@@ -156,6 +157,12 @@ mod tests {
             "gateway --tls-cert c --tls-key k --review-cache 11s",
             "gateway --tls-cert c --tls-key k --idle-timeout 0s",
             "gateway --tls-cert c --tls-key k --csi-address csi.sock",
+            "gateway --tls-cert c --tls-key k --ca-lifetime 99999999d",
+            "gateway --tls-cert c --tls-key k --certificate-lifetime 36501d",
+            "gateway --tls-cert c --tls-key k --max-streams 0",
+            "gateway --tls-cert c --tls-key k --max-streams 1000001",
+            "gateway --tls-cert c --tls-key k --max-streams-per-client 0",
+            "gateway --tls-cert c --tls-key k --max-streams-per-client 18446744073709551615",
         ] {
             assert!(!parse(wrong), "{wrong}");
         }

@@ -21,9 +21,10 @@ use tonic::transport::Server;
 use crate::Arguments;
 use crate::certificates::{Certificates, Lifetimes};
 use crate::driver::Driver;
+use crate::health::Health;
 use crate::objects::Objects;
 use crate::record;
-use crate::service::{Gateway, SnapshotMetadata, Unknown};
+use crate::service::{Gateway, SnapshotMetadata};
 
 /// How often certificate files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
@@ -123,7 +124,6 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         client,
         audience: arguments.audience,
         streams,
-        unknown: Unknown::default(),
     };
     let config = ready.certificate.clone().server_config();
     let limits = listen_limits(arguments.max_streams, arguments.max_streams_per_client);
@@ -135,7 +135,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         .initial_connection_window_size(WINDOW)
         .initial_stream_window_size(WINDOW)
         .max_concurrent_streams(Some(CALLS_A_CONNECTION))
-        .add_service(health_service)
+        .add_service(Health(health_service))
         .add_service(SnapshotMetadata(Arc::new(gateway)))
         .serve_with_incoming_shutdown(connections, async {
             stop.asked().await;

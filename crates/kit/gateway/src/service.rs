@@ -5,7 +5,6 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
-use serve::listen::Calls;
+use serve::listen::{Calls, Held};
 use serve::relay::{deadline, frame, unframe};
 use serve::reviews::{Caller, Reviews};
 use serve::snapshots::{self, NAME_MAX, NAMESPACE_MAX, Usable, is_object_name};
@@ -37,8 +36,6 @@ use proto::kubernetes;
 const MAX_REQUEST: usize = 32 << 10;
 /// How long a client may take to send its request.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
-/// Bytes of requests whose caller is not known yet, of all calls together.
-const MAX_UNKNOWN: usize = 32 << 20;
 
 /// Answers backup applications.
 pub struct Gateway {
@@ -56,36 +53,10 @@ pub struct Gateway {
     pub audience: Option<String>,
     /// Answers under way.
     pub streams: Arc<Streams<Record>>,
-    /// Requests whose caller is not known yet.
-    pub unknown: Unknown,
 }
 
-/// How many bytes the requests have whose caller is not known yet. There is a bound, for anyone can send such a request.
-#[derive(Debug, Default)]
-pub struct Unknown(AtomicUsize);
-
-/// What one request has of that; given back when it is dropped.
-#[derive(Debug)]
-struct Held<'u> {
-    unknown: &'u Unknown,
-    bytes: usize,
-}
-
-impl Held<'_> {
-    fn add(&mut self, bytes: usize) -> Result<(), Status> {
-        self.bytes += bytes;
-        match self.unknown.0.fetch_add(bytes, Ordering::Relaxed) + bytes > MAX_UNKNOWN {
-            true => Err(Status::resource_exhausted("too many requests are being received: try again")),
-            false => Ok(()),
-        }
-    }
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.unknown.0.fetch_sub(self.bytes, Ordering::Relaxed);
-    }
-}
+/// An answer on its way.
+pub type Answering = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
 /// The gateway as a gRPC service.
 #[derive(Clone)]
@@ -98,15 +69,14 @@ impl NamedService for SnapshotMetadata {
 impl Service<Request<Body>> for SnapshotMetadata {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+    type Future = Answering;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let gateway = self.0.clone();
-        Box::pin(async move { Ok(gateway.answer(request).await) })
+        self.0.clone().begin(request)
     }
 }
 
@@ -182,28 +152,51 @@ impl Question {
     }
 }
 
+/// Answers at once.
+pub fn refuse(answer: Response<Body>) -> Answering {
+    Box::pin(std::future::ready(Ok(answer)))
+}
+
+/// Each connection of `serve::listen` gives its calls what counts them.
+pub fn no_connection() -> Status {
+    Status::internal("the call came over no connection that is counted")
+}
+
 impl Gateway {
-    async fn answer(self: Arc<Self>, request: Request<Body>) -> Response<Body> {
+    /// The head of a call may be long, and the call too. It is counted here, before a task of its own keeps anything of it.
+    fn begin(self: Arc<Self>, request: Request<Body>) -> Answering {
         let (head, body) = request.into_parts();
         let delta = match head.uri.path() {
             "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated" => false,
             "/snapshotmetadata.SnapshotMetadata/GetMetadataDelta" => true,
-            _ => return Status::unimplemented("the service has no such call").into_http(),
+            _ => return refuse(Status::unimplemented("the service has no such call").into_http()),
         };
-        let mut call = Call {
+        let calls = head.extensions.get::<Calls>();
+        let call = Call {
             record: Record::new(if delta { "GetMetadataDelta" } else { "GetMetadataAllocated" }),
             deadline: deadline(&head.headers),
-            on_connection: head.extensions.get::<Calls>().map(Calls::open),
+            on_connection: calls.map(Calls::open),
             permit: None,
         };
-        // The head may be long, and the call too.
-        drop(head);
+        match calls.ok_or_else(no_connection).and_then(Calls::hold) {
+            Ok(held) => Box::pin(async move { Ok(self.answer(delta, body, call, held).await) }),
+            Err(status) => refuse(call.fail(status)),
+        }
+    }
+
+    async fn answer(
+        self: Arc<Self>,
+        delta: bool,
+        body: Body,
+        mut call: Call<Record>,
+        mut held: Held,
+    ) -> Response<Body> {
         let span = call.record.span().clone();
         let until = call.deadline;
         let ask = async {
-            let mut held = Held { unknown: &self.unknown, bytes: 0 };
             let question = read_question(delta, body, &mut held).await?;
-            self.ask_driver(question, held, &mut call).await
+            // Apart, so that a call that sends nothing costs little.
+            Box::pin(self.ask_driver(question, held, &mut call)).await
         };
         let answer = match until {
             None => ask.instrument(span).await,
@@ -221,7 +214,7 @@ impl Gateway {
     async fn ask_driver(
         &self,
         question: Question,
-        held: Held<'_>,
+        held: Held,
         call: &mut Call<Record>,
     ) -> Result<(response::Parts, Answer), Status> {
         call.record.about(&question.target.namespace, &question.target.name, question.base.as_deref());
@@ -386,18 +379,22 @@ impl Base {
     }
 }
 
-/// The request, if it comes whole and in time.
-async fn read_question(delta: bool, body: Body, held: &mut Held<'_>) -> Result<Question, Status> {
-    let bytes = tokio::time::timeout(REQUEST_TIME, read_body(body, held))
-        .await
-        .map_err(|_| Status::deadline_exceeded("the request did not arrive in time"))??;
+async fn read_question(delta: bool, body: Body, held: &mut Held) -> Result<Question, Status> {
+    let bytes = read_body(body, held).await?;
     match delta {
         false => unframe::<kubernetes::GetMetadataAllocatedRequest>(bytes).map(Question::from),
         true => unframe::<kubernetes::GetMetadataDeltaRequest>(bytes).map(Question::from),
     }
 }
 
-async fn read_body(mut body: Body, held: &mut Held<'_>) -> Result<Bytes, Status> {
+/// The request, if it comes whole and in time.
+pub async fn read_body(body: Body, held: &mut Held) -> Result<Bytes, Status> {
+    tokio::time::timeout(REQUEST_TIME, collect(body, held))
+        .await
+        .map_err(|_| Status::deadline_exceeded("the request did not arrive in time"))?
+}
+
+async fn collect(mut body: Body, held: &mut Held) -> Result<Bytes, Status> {
     let mut whole = BytesMut::new();
     while let Some(frame) = body.frame().await {
         let frame =

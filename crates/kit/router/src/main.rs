@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use base::{DataDirKey, Endpoint};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, Stop, host_and_port};
+use serve::program::{LogFormat, Stop, host_and_port, streams};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// Messages come and go, of different sizes: glibc keeps more of their memory.
@@ -119,7 +119,7 @@ struct Serve {
     #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = shell::http_endpoint)]
     http_endpoint: SocketAddr,
     /// Maximum number of metadata streams at once.
-    #[arg(long, value_name = "COUNT", default_value_t = 2048)]
+    #[arg(long, value_name = "COUNT", default_value_t = 2048, value_parser = streams())]
     max_streams: usize,
     /// How long a client may leave a stream unread before it is ended.
     #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
@@ -261,6 +261,9 @@ mod tests {
             &format!("router --node-endpoints a:0 {TLS}"),
             &format!("router --node-endpoints a:1 {TLS} --endpoint tcp://1.2.3.4:5"),
             &format!("router --node-endpoints a:1 {TLS} --drain 0s"),
+            &format!("router --node-endpoints a:1 {TLS} --max-streams 0"),
+            &format!("router --node-endpoints a:1 {TLS} --max-streams 18446744073709551615"),
+            "router certificates --cluster c --namespace n --ca-lifetime 99999999d",
             "router forget 0123abcd",
             "router forget node-1 --forgotten f",
         ] {

@@ -68,10 +68,13 @@ pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: 
     let again = [&interim[..], &[0x7e, 0].repeat(3)].concat();
     let said = |status: &[(&str, &str)]| vec![last(&[OK, &fields(status)].concat())];
     let cut = vec![head(OK), frame(0, 0, b"\0\0\0\0\x09abc"), last(&fields(&[("grpc-status", "0")]))];
+    // Each counts 32 bytes more than it has.
+    let long = [fields(&[("x", &"v".repeat(60))]).repeat(190), fields(&[("grpc-status", "0")])].concat();
     let reset = |code| vec![head(OK), frame(3, 0, &[0, 0, 0, code])];
     for (frames, expected, says) in [
         ([vec![head(&grow)], vec![head(&again); 20_000]].concat(), Code::Internal, "breaks HTTP/2"),
         (cut, Code::Internal, "3 of 9 bytes"),
+        (vec![head(OK), last(&long)], Code::Unavailable, "16 KiB"),
         (reset(8), Code::Cancelled, "CANCEL"),
         (reset(11), Code::ResourceExhausted, "CALM"),
         (vec![last(b"\x08\x03404")], Code::Unimplemented, "404"),

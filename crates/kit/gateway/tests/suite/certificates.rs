@@ -421,17 +421,56 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
     gateway.files = Some(renewed);
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
     assert!(gateway.running.is_alive());
-    // A file that is no certificate stops the start, with its name.
-    std::fs::write(world.dir.path().join("tls.crt"), "nothing").expect("write");
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath-gateway"))
-        .args(["--tls-cert".into(), world.dir.path().join("tls.crt")])
-        .args(["--tls-key".into(), world.dir.path().join("tls.key")])
-        .arg(format!("--port={}", free_port()))
-        .arg(format!("--http-endpoint=127.0.0.1:{}", free_port()))
-        .output()
-        .expect("run");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && error.contains("certificate"), "{error}");
+    // What cannot be used stops the start, with the names of the files.
+    let [chain, key] = ["tls.crt", "tls.key"].map(|name| world.dir.path().join(name));
+    let [sound_chain, sound_key] = [&chain, &key].map(|file| std::fs::read(file).expect("read"));
+    let garbage = b"-----BEGIN CERTIFICATE-----\nYWJj\n-----END CERTIFICATE-----\n".to_vec();
+    for (in_chain, in_key, said) in [
+        (b"nothing".to_vec(), sound_key.clone(), "tls.crt holds no certificate in PEM"),
+        (Vec::new(), sound_key.clone(), "tls.crt holds no certificate in PEM"),
+        (sound_key.clone(), sound_chain.clone(), "tls.crt holds no certificate in PEM"),
+        (garbage, sound_key, "tls.crt holds no certificate"),
+        (sound_chain.clone(), sound_chain.clone(), "tls.key holds no private key in PEM"),
+        (sound_chain, old_key, "tls.key is not the key of the certificate in"),
+    ] {
+        std::fs::write(&chain, in_chain).expect("write");
+        std::fs::write(&key, in_key).expect("write");
+        let error = fails_to_start(&[("--tls-cert", &chain), ("--tls-key", &key)], None);
+        assert!(error.contains(said), "{said}: {error}");
+    }
+}
+
+/// What a gateway says that cannot be started with these files.
+fn fails_to_start(files: &[(&str, &Path)], kubeconfig: Option<&Path>) -> String {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath-gateway"));
+    for (flag, file) in files {
+        command.arg(flag).arg(file);
+    }
+    if let Some(file) = kubeconfig {
+        command.env("KUBECONFIG", file);
+    }
+    let http = format!("--http-endpoint=127.0.0.1:{}", free_port());
+    let output = command.args([format!("--port={}", free_port()), http]).output().expect("run");
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Found from outside: a kubeconfig with an error in it was printed, with its tokens.
+pub async fn a_broken_kubeconfig_is_named_and_not_quoted(world: World) {
+    let files = Files::make(world.dir.path());
+    let config = world.dir.path().join("broken");
+    let tls = [("--tls-cert", files.chain.as_path()), ("--tls-key", files.key.as_path())];
+    for text in ["users:\n- name: t\n  user: {token: hidden\nclusters: []\n", "users:\n- hidden\n", "hidden"]
+    {
+        std::fs::write(&config, text).expect("write");
+        let by_flag: Vec<_> = tls.into_iter().chain([("--kubeconfig", config.as_path())]).collect();
+        for (error, named) in
+            [(fails_to_start(&by_flag, None), "broken"), (fails_to_start(&tls, Some(&config)), "KUBECONFIG")]
+        {
+            let is_said = error.contains(named) && error.contains("line");
+            assert!(is_said && !error.contains("hidden"), "{text:?}: {error}");
+        }
+    }
 }
 
 /// Found from outside: with the certificate of yesterday a gateway was ready, and every client failed.

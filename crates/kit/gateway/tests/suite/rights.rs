@@ -310,6 +310,15 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
         ("tampered with", &tampered, refused),
         ("garbage", "garbage", refused),
         ("line breaks", "a\r\nb: c", refused),
+        // The API server takes the token out of a header, where these are none: it reviews a request without a token.
+        ("a blank", " ", refused),
+        ("a line break", "\n", refused),
+        ("a blank at the front", " x", refused),
+        ("a blank before a good one", &format!(" {good}"), refused),
+        ("a tab at the front", "\tx", refused),
+        ("two words", " Basic YWJj", refused),
+        ("a blank within", "a b", refused),
+        ("not ASCII", "\u{a0}x", refused),
     ] {
         let answers = [
             client.allocated(token, &ns, "monday").await,

@@ -79,9 +79,21 @@ pub(super) async fn no_token(cluster: &Cluster) -> Judged {
 }
 
 pub(super) async fn garbage(cluster: &Cluster) -> Judged {
-    let texts =
-        ["garbage", "a.b.c", "..", "system:serviceaccount:kube-system:default", "token\r\nwith: a line"];
-    unknown(cluster, texts.iter().map(|text| (*text, (*text).to_owned())).collect()).await
+    // Behind "Bearer " in a header, what begins with a blank is no token: a service that passes it on hears of a user who has none.
+    let texts = [
+        ("garbage", "garbage"),
+        ("a.b.c", "a.b.c"),
+        ("..", ".."),
+        ("a user's name", "system:serviceaccount:kube-system:default"),
+        ("two lines", "token\r\nwith: a line"),
+        ("a blank", " "),
+        ("a line break", "\n"),
+        ("a blank and a text", " x"),
+        ("a tab and a text", "\tx"),
+        ("another scheme of HTTP", " Basic YWJj"),
+        ("two words", "a b"),
+    ];
+    unknown(cluster, texts.iter().map(|(what, text)| (*what, (*text).to_owned())).collect()).await
 }
 
 /// A good token whose signature is no longer that of its claims.
