@@ -75,7 +75,7 @@ pub fn is_btrfs(dir: &Path) -> Result<bool> {
 }
 
 /// Lets the kernel forget the btrfs that it found on an unmounted device, so that it is not taken for a part of the next one there.
-/// Fine if there is none.
+/// Fine if there is none, or if it is mounted.
 pub fn forget(device: &Path) -> Result<()> {
     let control = Path::new("/dev/btrfs-control");
     let file = match File::open(control).context("open", control) {
@@ -85,7 +85,11 @@ pub fn forget(device: &Path) -> Result<()> {
     let arguments = VolumeArguments::new(0, device.as_os_str(), VolumeArguments::NAME);
     let forgotten = step("forget the btrfs on", device, || name_call(&file, BTRFS_IOC_FORGET_DEV, arguments));
     match forgotten {
-        Err(error) if matches!(error.errno(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO)) => Ok(()),
+        Err(error)
+            if matches!(error.errno(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::EBUSY)) =>
+        {
+            Ok(())
+        }
         forgotten => forgotten,
     }
 }

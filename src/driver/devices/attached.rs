@@ -46,9 +46,7 @@ fn in_use(id: &VolumeId, how: &str) -> Error {
 /// stage before then uses the device again.
 pub(in crate::driver) fn detach(device: LoopDevice) -> Result<()> {
     let path = device.path();
-    if let Err(error) = btrfs::forget(&path) {
-        tracing::debug!(%error, "the kernel keeps what it knows of a btrfs");
-    }
+    btrfs::forget(&path)?;
     if !device.detach()? {
         tracing::warn!(device = %path.display(), "a process has the device open; it is freed when that closes it");
     }
