@@ -13,8 +13,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use base::{Block, BlockSize};
-use cbt::{MapFile, SegmentIndex};
+use cbt::{Block, BlockSize, MapFile, SegmentIndex};
 use driver::{Driver, Records, Snapshot, internal};
 use proto::controller_server::ControllerServer;
 use proto::identity_server::IdentityServer;

@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
-use base::Stop;
-use cbt::{MapHeader, scan_allocated};
+use cbt::{MapHeader, Stop, scan_allocated};
 use proto::controller_server::Controller;
 use proto::identity_server::Identity;
 use proto::node_server::Node;

@@ -199,7 +199,7 @@ fn open_store(
     }
     match Store::open(open_pool.dir().clone()) {
         // Pods must be able to end: when none uses the pool, the next start can mount it again.
-        Err(error) if open_pool.is_dead() || error.is_dead() => {
+        Err(error) if open_pool.is_unreadable() => {
             tracing::error!(
                 error = base::report(&error),
                 "the pool does not respond; volumes can still be unpublished and unstaged"

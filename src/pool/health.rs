@@ -1,6 +1,7 @@
 //! What is wrong with a pool that is in use, and with the image below it.
 
 use std::fs::{self, File};
+use std::path::Path;
 
 use super::{Error, OpenPool, Result};
 use crate::sys::loopdev::has_direct_io;
@@ -11,6 +12,14 @@ impl OpenPool {
     /// Whether its filesystem no longer answers: the kernel shut it down.
     pub fn is_dead(&self) -> bool {
         fs::metadata(self.dir.path()).context("stat", self.dir.path()).is_err_and(|error| error.is_dead())
+    }
+
+    /// Whether its objects cannot be listed, though the kernel may answer for its root from the cache.
+    pub fn is_unreadable(&self) -> bool {
+        let first = |dir: &Path| fs::read_dir(dir).and_then(|mut entries| entries.next().transpose());
+        let dirs = [self.dir.volumes(), self.dir.snapshots()];
+        self.is_dead()
+            || dirs.iter().any(|dir| first(dir).context("list", dir).is_err_and(|error| error.is_dead()))
     }
 
     /// Fails unless the pool is the one that was opened and takes a write. A full one is well: deletions

@@ -97,11 +97,6 @@ fn advice(version: u32, known: u32) -> &'static str {
 }
 
 impl Error {
-    /// Whether the filesystem no longer answers.
-    pub fn is_dead(&self) -> bool {
-        matches!(self, Error::Sys(error) if error.is_dead())
-    }
-
     /// How the object of a record that could not be read at start is served again.
     pub(super) fn remedy(&self, record: &Path) -> String {
         match self {

