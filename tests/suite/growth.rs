@@ -11,6 +11,15 @@ use tonic::Code;
 
 use testkit::{GIB, MIB, PoolKind, Rig, code, status_code};
 
+fn node_expand(volume: &str, target: &Path) -> proto::NodeExpandVolumeRequest {
+    proto::NodeExpandVolumeRequest {
+        volume_id: volume.to_owned(),
+        volume_path: target.display().to_string(),
+        capacity_range: Some(CapacityRange::default()),
+        ..Default::default()
+    }
+}
+
 /// Writes some files, and checks them.
 fn write_files(dir: &Path) {
     for number in 0..5u8 {
@@ -102,12 +111,7 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                         }
                     }
                     if is_used {
-                        let request = proto::NodeExpandVolumeRequest {
-                            volume_id: volume.clone(),
-                            volume_path: kubelet.join(&volume).join("target").display().to_string(),
-                            capacity_range: Some(CapacityRange::default()),
-                            ..Default::default()
-                        };
+                        let request = node_expand(&volume, &kubelet.join(&volume).join("target"));
                         let answer = rig.client.node.node_expand_volume(request).await;
                         match fs_type == "ext4" && !may_grow_ext4 {
                             true => assert_eq!(status_code(answer), Code::FailedPrecondition),
@@ -171,12 +175,7 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
             let target =
                 rig.client.publish(&large, capability.clone(), false, &kubelet).await.expect("publish");
             check_files(&target);
-            let request = proto::NodeExpandVolumeRequest {
-                volume_id: large.clone(),
-                volume_path: target.display().to_string(),
-                capacity_range: Some(CapacityRange::default()),
-                ..Default::default()
-            };
+            let request = node_expand(&large, &target);
             let refused = rig.client.node.node_expand_volume(request).await.expect_err("it is not so large");
             assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
             assert!(
@@ -220,12 +219,7 @@ async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
     let total = sys::space(&target).expect("statvfs").total as i64;
     assert!(total < 64 * MIB, "it grew to {total}");
     assert!(rig.log().contains("the ext4 has errors"), "{}", rig.log());
-    let request = proto::NodeExpandVolumeRequest {
-        volume_id: larger.clone(),
-        volume_path: target.display().to_string(),
-        capacity_range: Some(CapacityRange::default()),
-        ..Default::default()
-    };
+    let request = node_expand(&larger, &target);
     let refused = rig.client.node.node_expand_volume(request).await.expect_err("it has errors");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains("run e2fsck"), "{refused}");
@@ -243,15 +237,6 @@ async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
     );
     rig.client.unpublish(&larger, &kubelet).await.expect("unpublish");
     rig.finish();
-}
-
-fn node_expand(volume: &str, target: &Path) -> proto::NodeExpandVolumeRequest {
-    proto::NodeExpandVolumeRequest {
-        volume_id: volume.to_owned(),
-        volume_path: target.display().to_string(),
-        capacity_range: Some(CapacityRange::default()),
-        ..Default::default()
-    }
 }
 
 /// The incident: `NodeExpandVolume` of a filesystem that its user had frozen never returned, nor did a repeated stage of a frozen

@@ -171,18 +171,14 @@ pub(in crate::driver) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<
     Ok(blockdev::flush(device)?)
 }
 
-/// Whether a filesystem is smaller than its device and can grow.
-pub(in crate::driver) fn can_grow(device: &LoopDevice, fs_type: &str) -> Result<bool> {
-    Ok(growth(&device.path(), fs_type)?.is_some())
-}
-
-/// Grows a mounted filesystem to the size of its device, or as far as it can grow. Succeeds if it is as large already. Whatever grows a
-/// frozen one waits, and cannot be ended, until it is thawed.
-pub(in crate::driver) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
-    let path = device.path();
-    let Some((found, target)) = growth(&path, fs_type)? else { return Ok(()) };
+/// Grows a mounted filesystem, as [`growth`] says. Whatever grows a frozen one waits, and cannot be ended, until it is thawed.
+pub(in crate::driver) fn grow_mounted(
+    device: &Path,
+    mount_point: &Path,
+    (found, target): (Superblock, u64),
+) -> Result<()> {
     let size = (target / found.block).to_string();
-    match fs_type {
+    match found.fs_type {
         "btrfs" => {
             let size = format!("{}:max", found.member);
             drop(program::run("btrfs", &["filesystem", "resize", &size], mount_point, |code| code == 0)?);
@@ -202,13 +198,13 @@ pub(in crate::driver) fn grow_mounted(device: &LoopDevice, mount_point: &Path, f
                     .into(),
             ));
         }
-        _ => drop(program::run_with("resize2fs", &path, &[&size], |code| code == 0)?),
+        _ => drop(program::run_with("resize2fs", device, &[&size], |code| code == 0)?),
     }
     Ok(())
 }
 
 /// The filesystem on a device and the size in bytes that it is to grow to; `None` if it stays as it is.
-fn growth(device: &Path, fs_type: &str) -> Result<Option<(Superblock, u64)>> {
+pub(in crate::driver) fn growth(device: &Path, fs_type: &str) -> Result<Option<(Superblock, u64)>> {
     let found = Superblock::read(device)?.filter(|found| found.fs_type == fs_type);
     let Some(found) = found else { return Ok(None) };
     Ok(found.growth(blockdev::size(device)?).map(|target| (found, target)))

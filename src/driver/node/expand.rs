@@ -82,9 +82,7 @@ impl Node {
         mount_point: &Path,
         fs_type: &str,
     ) -> Result<()> {
-        if !filesystem::can_grow(device, fs_type)? {
-            return Ok(());
-        }
+        let Some(growth) = filesystem::growth(&device.path(), fs_type)? else { return Ok(()) };
         if let Some(mounted) = mount::mounted_at(mount_point)?
             && self.copier.is_frozen(&held.record.id, &mounted)?
         {
@@ -93,6 +91,6 @@ impl Node {
                 mount_point.display()
             )));
         }
-        filesystem::grow_mounted(device, mount_point, fs_type)
+        filesystem::grow_mounted(&device.path(), mount_point, growth)
     }
 }

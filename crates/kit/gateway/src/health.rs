@@ -53,7 +53,7 @@ where
                 Ok(bytes) => Request::post(CHECK).body(Body::new(Full::new(bytes))),
                 Err(status) => return Ok(status.into_http()),
             };
-            let answer = Box::pin(service.call(asked.expect("a path"))).await?;
+            let answer = Box::pin(service.call(asked.expect("CHECK is a path"))).await?;
             // A client that takes nothing holds the answer.
             Ok(answer.map(|body| {
                 Body::new(body.map_frame(move |frame| {

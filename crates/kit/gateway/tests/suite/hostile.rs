@@ -255,7 +255,10 @@ pub async fn calls_without_a_body_take_a_bounded_memory_and_keep_nobody_out(worl
             took.push(asked.elapsed());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        crowd.shutdown_background();
+        // Whoever of it still held the gateway would leave its process behind.
+        tokio::task::spawn_blocking(move || crowd.shutdown_timeout(Duration::from_secs(20)))
+            .await
+            .expect("no panic");
         // None is kept out. How soon they are served is asked where the machine is not needed by the crowd (`crowds`).
         let grown = gateway.peak() - before;
         assert!(took.iter().all(|took| *took < Duration::from_secs(20)), "{path}: {took:?}");

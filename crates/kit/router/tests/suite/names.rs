@@ -3,6 +3,7 @@
 use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use proto::{CreateVolumeRequest, ListVolumesRequest, Topology, TopologyRequirement};
 use testkit::{GIB, PoolKind};
+use tokio::task::JoinHandle;
 use tonic::Code;
 
 use testkit::cluster::{Cluster, Router, patiently};
@@ -90,6 +91,28 @@ async fn two_routers_at_once_make_one_volume_of_a_name() {
     cluster.finish();
 }
 
+/// Calls for one name, `call(WHICH, ROUTER)`, are made at two routers at once: one wins, also later and at either router. Which one, and its object.
+async fn one_of_two_wins(
+    call: &impl Fn(usize, usize) -> JoinHandle<csi_client::Result<String>>,
+) -> (usize, String) {
+    let at_once = [call(0, 0), call(1, 1)];
+    let mut answers = Vec::new();
+    for answer in at_once {
+        answers.push(answer.await.expect("a client"));
+    }
+    let winner = answers.iter().position(Result::is_ok).unwrap_or_else(|| panic!("none: {answers:?}"));
+    let id = answers[winner].as_ref().expect("made").clone();
+    let error = answers.swap_remove(1 - winner).expect_err("two of one name");
+    assert!(matches!(error.code(), Code::AlreadyExists | Code::Aborted), "{error}");
+    for router in 0..2 {
+        let again = call(winner, router).await.expect("a client");
+        assert_eq!(again.expect("found again"), id);
+        let error = call(1 - winner, router).await.expect("a client").expect_err("another's name");
+        assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+    }
+    (winner, id)
+}
+
 /// The calls for one name that allow one node each, or have their source on one: one is made, whichever router is asked.
 #[apply(device_test)]
 async fn two_routers_at_once_make_one_volume_where_each_call_allows_one_node() {
@@ -113,21 +136,7 @@ async fn two_routers_at_once_make_one_volume_where_each_call_allows_one_node() {
             let request = request(&name, which, number % 2 == 1);
             tokio::spawn(async move { client.create_volume(request).await.map(|made| made.volume_id) })
         };
-        let at_once = [call(0, 0), call(1, 1)];
-        let mut answers = Vec::new();
-        for answer in at_once {
-            answers.push(answer.await.expect("a client"));
-        }
-        let winner = answers.iter().position(Result::is_ok).unwrap_or_else(|| panic!("none: {answers:?}"));
-        let id = answers[winner].as_ref().expect("made").clone();
-        let error = answers.swap_remove(1 - winner).expect_err("two of one name");
-        assert!(matches!(error.code(), Code::AlreadyExists | Code::Aborted), "{error}");
-        for router in 0..2 {
-            let again = call(winner, router).await.expect("a client");
-            assert_eq!(again.expect("found again"), id);
-            let error = call(1 - winner, router).await.expect("a client").expect_err("another's name");
-            assert_eq!(error.code(), Code::AlreadyExists, "{error}");
-        }
+        one_of_two_wins(&call).await;
         // A node that refuses to make a volume leaves its name to the others.
         let name = format!("refused-{number}");
         let mut refused = request(&name, 0, false);
@@ -163,21 +172,7 @@ async fn two_routers_at_once_make_one_snapshot_of_a_name() {
                 }
             })
         };
-        let at_once = [call(0, 0), call(1, 1)];
-        let mut answers = Vec::new();
-        for answer in at_once {
-            answers.push(answer.await.expect("a client"));
-        }
-        let winner = answers.iter().position(Result::is_ok).unwrap_or_else(|| panic!("none: {answers:?}"));
-        let id = answers[winner].as_ref().expect("made").clone();
-        let error = answers.swap_remove(1 - winner).expect_err("two of one name");
-        assert!(matches!(error.code(), Code::AlreadyExists | Code::Aborted), "{error}");
-        for router in 0..2 {
-            let again = call(winner, router).await.expect("a client");
-            assert_eq!(again.expect("found again"), id);
-            let error = call(1 - winner, router).await.expect("a client").expect_err("another's name");
-            assert_eq!(error.code(), Code::AlreadyExists, "{error}");
-        }
+        let (winner, id) = one_of_two_wins(&call).await;
         // A name is free as soon as nothing has it.
         if is_group {
             continue;
