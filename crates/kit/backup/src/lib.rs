@@ -13,6 +13,7 @@ mod error;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod nbd;
+mod outputs;
 mod plan;
 mod progress;
 mod repository;
@@ -189,7 +190,8 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
     let url = context.url()?;
     // Nothing is made where there is nothing to read, or nowhere to tell of it.
     let device = device::Device::open(&source.device)?;
-    let report = source.report.as_ref().map(|report| report_of(context, report, &device)).transpose()?;
+    let report =
+        source.report.as_ref().map(|report| outputs::report_of(context, report, &device)).transpose()?;
     let (asked, snapshot) = asked(context, &source)?;
     let request = Request {
         volume: source.volume,
@@ -216,40 +218,6 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         })?;
     }
     tell_backup(context, &made)
-}
-
-/// The file of `--report`: one that can be written, and holds nothing that is needed.
-fn report_of(context: &Context, report: &Path, device: &device::Device) -> Result<PathBuf> {
-    let file = file_to_write(context, report)?;
-    if device.is_at(&file) {
-        return Err(Error::refused(format!(
-            "{} (--report) is what is backed up: name another file",
-            report.display()
-        )));
-    }
-    device::check_writable(&file)?;
-    Ok(file)
-}
-
-/// The file that a path means, and that may be written.
-fn file_to_write(context: &Context, path: &Path) -> Result<PathBuf> {
-    let file = restore::target_of(&absolute(path)?)?;
-    outside(context, &file).map(|()| file)
-}
-
-/// An error where a file that is written would be one of the repository.
-fn outside(context: &Context, path: &Path) -> Result<()> {
-    let real = |path: &Path| -> Option<PathBuf> {
-        let through_parent = || Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?));
-        path.canonicalize().ok().or_else(through_parent)
-    };
-    let repository = context.url.as_deref().filter(|url| !url.starts_with("s3://"));
-    match (repository.and_then(|dir| real(&absolute(Path::new(dir)).ok()?)), real(path)) {
-        (Some(dir), Some(path)) if path.starts_with(&dir) => {
-            Err(Error::refused(format!("{} is in the repository: name a file elsewhere", path.display())))
-        }
-        _ => Ok(()),
-    }
 }
 
 fn tell_backup(context: &Context, made: &About) -> Result<ExitCode> {
@@ -286,7 +254,7 @@ fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> 
     let index = repository.find(&arguments.backup, volume)?;
     let threads = arguments.in_flight.into();
     let to = &absolute(&arguments.to)?;
-    outside(context, to)?;
+    outputs::outside(context, to)?;
     let restored = match &arguments.onto_base {
         Some(base) => {
             let base = repository.find(base, volume)?;
@@ -471,7 +439,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
 }
 
 fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
-    let html = arguments.html.as_ref().map(|file| file_to_write(context, file)).transpose()?;
+    let html = arguments.html.as_ref().map(|file| outputs::file_to_write(context, file)).transpose()?;
     let (title, pictures) = match (&arguments.endpoint, &arguments.target) {
         (Some(endpoint), Some(target)) => {
             let base = arguments.base.as_deref();

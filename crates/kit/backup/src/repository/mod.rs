@@ -28,6 +28,7 @@
 //! shares nothing, so it repairs a repository in which something is damaged. The hash of a chunk is that of its stored bytes, so
 //! damaged bytes never reach zstd. Data is not encrypted: that is left to the storage.
 
+mod directory;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 pub mod index;

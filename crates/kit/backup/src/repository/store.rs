@@ -5,15 +5,14 @@
 //! another disk; below it no link is followed, and an object is a plain file ([`Store::check`]).
 
 use std::fs::{File, Metadata};
-use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use base::Stop;
 use bytes::Bytes;
-use files::{ALIGN, AlignedBuffer, Context, change, durable};
+use files::{ALIGN, AlignedBuffer, change, durable};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
@@ -25,6 +24,7 @@ use object_store::{
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
+use super::directory::{meta, walk};
 use super::patience::{self, BySize};
 use crate::block::BLOCK;
 use crate::device::{Device, Target};
@@ -382,35 +382,6 @@ impl Store {
             _ => Ok(()),
         }
     }
-}
-
-fn walk(dir: &Path, name: &str, depth: usize, found: &mut Vec<(String, Metadata)>) -> Result<()> {
-    let path = dir.join(name);
-    let entries = match path.read_dir() {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        entries => entries.context("list", &path)?,
-    };
-    for entry in entries {
-        let entry = entry.context("list", &path)?;
-        // Ours are letters and digits, and others may have any bytes.
-        let Some(name) = Path::new(name).join(entry.file_name()).to_str().map(str::to_owned) else {
-            continue;
-        };
-        match entry.metadata() {
-            Ok(of) if of.is_dir() && depth > 0 => walk(dir, &name, depth - 1, found)?,
-            Ok(of) if of.is_dir() => {}
-            Ok(of) => found.push((name, of)),
-            // Removed meanwhile.
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(error).context("look at", &entry.path()).map_err(Error::from),
-        }
-    }
-    Ok(())
-}
-
-fn meta(name: &str, of: &Metadata) -> ObjectMeta {
-    let last_modified = of.modified().unwrap_or(SystemTime::UNIX_EPOCH).into();
-    ObjectMeta { location: name.into(), last_modified, size: of.len(), e_tag: None, version: None }
 }
 
 /// Whether the environment has keys, or names who gives a pod those of its role.
