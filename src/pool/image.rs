@@ -10,7 +10,7 @@ use super::{Error, Result};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
 use crate::sys::reserve::Reserve;
-use crate::sys::{Space, program, space};
+use crate::sys::{Space, blockdev, program, space};
 use base::DataDir;
 use files::durable::{FileLock, LOCK_PATIENCE};
 use files::{Context, change};
@@ -70,17 +70,12 @@ impl Image {
             None => LoopDevice::attach(image, Access::ReadWrite)?,
         };
         let dev = device.dev()?;
-        let is_mounted =
-            || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
+        let is_mounted = mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev));
         let mount = || {
             let ImageFormat { filesystem, mount_options, .. } = format;
             mount::mount(&device.path(), mount_point, filesystem, Flags::MS_NOATIME, mount_options)
         };
-        let mounted = match is_mounted()? {
-            true if takes_writes(mount_point) => Ok(()),
-            true => mount_anew(mount_point, mount),
-            false => mount(),
-        };
+        let mounted = mount_writable(&device, mount_point, is_mounted, mount);
         if let Err(error) = mounted {
             device.detach()?;
             return Err(error.into());
@@ -115,33 +110,43 @@ fn takes_writes(mount_point: &Path) -> bool {
     }
 }
 
-/// For how long a filesystem that is unmounted here and still dead is mounted once more. A mount namespace made a moment
-/// ago, as for every container that starts, has copies of all mounts until it has given them up; while one is left, a
-/// mount shows the same dead filesystem.
+/// For how long a mount is tried again. A mount namespace made a moment ago, as for every container that starts, has copies
+/// of all mounts until it has given them up. While one is left of a dead filesystem, a mount shows the same one or fails.
 const COPIES_END: Duration = Duration::from_secs(5);
 
-/// Unmounts a filesystem that became read-only, and mounts it again. While volumes on it are in use that is not possible,
-/// and reads go on.
-fn mount_anew(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
+/// Mounts a filesystem. One that no longer takes writes is mounted again, unless volumes on it are in use: then reads go on.
+fn mount_writable(
+    device: &LoopDevice,
+    mount_point: &Path,
+    mut is_mounted: bool,
+    mount: impl Fn() -> files::Result<()>,
+) -> files::Result<()> {
     let path = mount_point.display();
     let deadline = Instant::now() + COPIES_END;
     loop {
-        match mount::unmount(mount_point) {
-            Ok(()) => tracing::warn!(%path, "the pool was read-only and is remounted"),
-            Err(error) if error.errno() == Some(libc::EBUSY) => {
-                tracing::error!(
-                    %path,
-                    "the pool is read-only and cannot be remounted while volumes are in use: unpublish and unstage \
-                     them, or unmount them and detach their loop devices by hand, and restart the driver"
-                );
-                return Ok(());
+        let mounted = if is_mounted { Ok(()) } else { mount() };
+        let is_dead = match &mounted {
+            Ok(()) => !takes_writes(mount_point),
+            Err(_) => blockdev::is_claimed(&device.path())?,
+        };
+        if !is_dead || Instant::now() >= deadline {
+            return mounted;
+        }
+        if mounted.is_ok() {
+            match mount::unmount(mount_point) {
+                Ok(()) => tracing::warn!(%path, "the pool was read-only and is remounted"),
+                Err(error) if error.errno() == Some(libc::EBUSY) => {
+                    tracing::error!(
+                        %path,
+                        "the pool is read-only and cannot be remounted while volumes are in use: unpublish and unstage \
+                         them, or unmount them and detach their loop devices by hand, and restart the driver"
+                    );
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) => return Err(error),
         }
-        mount()?;
-        if takes_writes(mount_point) || Instant::now() >= deadline {
-            return Ok(());
-        }
+        is_mounted = false;
         std::thread::sleep(COPIES_END / 50);
     }
 }

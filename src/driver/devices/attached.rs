@@ -23,8 +23,10 @@ pub(in crate::driver) fn release_devices(shared: &Shared, id: &VolumeId, _lock: 
     }
     let Some(device) = device else { return Ok(()) };
     if blockdev::is_claimed(&device.path())? {
-        // A filesystem that a user froze still holds the device after its last unmount, until it is thawed.
-        if !is_shown(&device)? {
+        // A filesystem that a user froze still holds the device after its last unmount, until it is thawed. A device
+        // node that is mounted somewhere does not hold it: it may be one of another volume, which had this number.
+        let dev = device.dev()?;
+        if !mount::mounts()?.iter().any(|mount| mount.is_of(&dev)) {
             thaw_unmounted(&device, &shared.config.data_dir)?;
         }
         if blockdev::is_claimed(&device.path())? {

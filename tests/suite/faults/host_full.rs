@@ -110,8 +110,15 @@ async fn a_full_host(pool: PoolKind, end: End) {
             let refused = rig.client.delete_volume(&volume).await.expect_err("the pool does not answer");
             assert_eq!(refused.code(), Code::Unavailable, "{refused}");
             rig.detach(&volume).await;
+            // A container that starts has copies of all mounts for a while: the dead filesystem lives until they go, which may
+            // be after the driver gave up waiting for its device.
+            let mut copies = std::process::Command::new("unshare")
+                .args(["--mount", "sleep", "7"])
+                .spawn()
+                .expect("unshare");
             assert!(rig.terminate().success());
             rig.start_again().await;
+            copies.wait().expect("wait");
             rig.attach(&volume).await;
         }
     }
