@@ -195,12 +195,17 @@ pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, option
 /// A read-only one is made read-only before it is seen anywhere (open_tree(2), mount_setattr(2),
 /// move_mount(2)): a crash cannot leave a writable one, and flags such as `nosuid` stay. Both paths are as mountinfo shows them.
 pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<()> {
-    let (from, place) = (open_place(source)?, open_place(target)?);
-    let clone = step("clone the mount at", source, || clone_mount(&from))?;
+    let (clone, place) = (clone_of(source)?, open_place(target)?);
     if read_only {
         step("make read-only a clone of", source, || set_read_only(&clone))?;
     }
     step("bind mount at", target, || attach(&clone, &place))
+}
+
+/// A clone of the mount at `source` that is seen nowhere. Its filesystem stays mounted until the descriptor is closed.
+pub fn clone_of(source: &Path) -> Result<OwnedFd> {
+    let from = open_place(source)?;
+    step("clone the mount at", source, || clone_mount(&from))
 }
 
 fn clone_mount(source: &OwnedFd) -> io::Result<OwnedFd> {

@@ -11,7 +11,7 @@ use tokio::process::Command;
 use crate::conformance::{assert_empty, said};
 use testkit::lab::Lab;
 use testkit::places::Disk;
-use testkit::{PoolKind, Rig, eventually, leftovers};
+use testkit::{PoolKind, Rig, eventually};
 
 /// Little of everything.
 const LITTLE: [(&str, &str); 6] = [
@@ -312,7 +312,7 @@ async fn a_signal_at_any_time_leaves_nothing() {
         assert_eq!(result["verdict"], "interrupted");
         assert_eq!(result["left_behind"], Value::Array(Vec::new()));
         assert_empty(&mut rig).await;
-        assert_eq!(leftovers(&work), Vec::<String>::new(), "{signal} at {sign}");
+        testkit::nothing_left(&work);
         assert!(!staging.exists() && !target.exists(), "directories are left");
         assert_eq!(std::fs::read_dir(&bare).expect("list").count(), 0, "bare files are left");
     }

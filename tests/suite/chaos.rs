@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use csi_client::Client;
-use deltapath::sys::sweep::devices_below;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use tonic::Code;
@@ -141,7 +140,7 @@ async fn many_clients_doing_anything_leave_a_driver_that_is_well() {
     }
     let known = known.lock().expect("names").clone();
     clear(&mut rig, &known).await;
-    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0, "a device is left");
+    testkit::no_device_left(&rig.pool_dir());
     for dir in ["volumes", "snapshots", "groups", "staging"] {
         let left = names(&rig.pool_dir().join(dir));
         assert!(left.is_empty(), "{dir} holds {left:?}");

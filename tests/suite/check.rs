@@ -348,10 +348,10 @@ async fn the_pool_is_left_as_it_was_found(pool: PoolKind) {
     rig.snapshot("snapshot", &volume).await;
     rig.detach(&volume).await;
     assert!(rig.terminate().success());
-    assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new());
+    testkit::nothing_left(rig.dir.path());
     let checked = check(&rig.data_dir(), &[]);
     assert_eq!((checked.exit, checked.found), (0, vec![]), "{pool:?}");
-    assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
+    testkit::nothing_left(rig.dir.path());
     assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use testkit::cluster::{Authority, uri};
 use testkit::running::Running;
-use testkit::{PoolKind, Rig};
+use testkit::{PATIENCE, PoolKind, Rig, until_caught};
 
 /// Every program, and the commands that it has.
 const PROGRAMS: [(&str, &[&str]); 6] = [
@@ -207,13 +207,13 @@ fn exit_codes_are_the_same_in_all_programs() {
             && told.contains(part)
             && output.stdout.is_empty()
             && !told.contains("panicked")
-            && took < Duration::from_secs(10);
+            && took < PATIENCE;
         if !is_right {
             wrong.push(format!("{line}: {}, not {code} and {part:?}, in {took:?}: {told}", output.status));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert_eq!(testkit::leftovers(dir), [""; 0]);
+    testkit::nothing_left(dir);
 }
 
 /// Shells and man pages know every command of every program.
@@ -422,25 +422,9 @@ async fn output_that_nobody_takes_ends_no_work() {
         assert_eq!(silent.status.code(), Some(0), "{line}, with both closed");
     }
     assert_eq!(std::fs::read_to_string(dir.join("forgotten")).expect("read"), "0123abcd\n");
-    assert_eq!(testkit::leftovers(&dir.join("dir")), [""; 0]);
+    testkit::nothing_left(&dir.join("dir"));
     assert_eq!(testkit::names(&dir.join("dir")), [""; 0]);
     rig.detach_and_finish(&volume).await;
-}
-
-/// Waits until the process catches SIGTERM.
-fn until_caught(child: &mut Running, line: &str) {
-    let bit = 1 << (Signal::SIGTERM as u32 - 1);
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", child.pid())).unwrap_or_default();
-        let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
-        let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-        if mask & bit != 0 {
-            return;
-        }
-        assert!(child.is_alive() && Instant::now() < deadline, "{line} does not serve: {}", child.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// A hang-up is a SIGTERM to every server, unless it was started to survive one.
@@ -465,17 +449,17 @@ async fn every_server_ends_in_order_by_each_signal() {
     for line in &servers {
         for by in [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT] {
             let mut child = started(command(line, dir));
-            until_caught(&mut child, line);
+            until_caught(child.pid());
             child.signal(by);
             assert_eq!(child.ended().await, Some(0), "{line}, {by}: {}", child.log());
-            assert_eq!(testkit::leftovers(dir), [""; 0], "{line}, {by}");
+            testkit::nothing_left(dir);
         }
         let mut ignoring = Command::new("sh");
         ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]);
         let wrapped = command(line, dir);
         ignoring.arg(wrapped.get_program()).args(wrapped.get_args()).current_dir(dir);
         let mut child = started(ignoring);
-        until_caught(&mut child, line);
+        until_caught(child.pid());
         child.signal(Signal::SIGHUP);
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert!(child.is_alive(), "{line} ends by a SIGHUP that it was to ignore");

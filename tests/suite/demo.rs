@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use testkit::{PoolKind, leftovers, names, signal, wait};
+use testkit::{PoolKind, names, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(testkit::program("deltapath"));
@@ -17,7 +17,7 @@ fn demo(work_dir: &Path, pool: PoolKind) -> Command {
 
 fn assert_clean(dir: &Path) {
     assert!(names(dir).is_empty(), "files are left: {:?}", names(dir));
-    assert!(leftovers(dir).is_empty(), "mounts or devices are left: {:?}", leftovers(dir));
+    testkit::nothing_left(dir);
 }
 
 fn said(output: &Output) -> String {

@@ -13,13 +13,10 @@ use crate::volume_health::{
     storage_tells, tells,
 };
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, status_code};
+use testkit::{MIB, PATIENCE, PoolKind, Rig, eventually, status_code};
 
-/// A free address. In rare cases another program takes it before the driver; then the driver does not start and the test
-/// fails with a clear message.
 fn free_address() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
-    listener.local_addr().expect("address")
+    (std::net::Ipv4Addr::LOCALHOST, testkit::free_port()).into()
 }
 
 async fn get(address: SocketAddr, path: &str) -> (u16, String) {
@@ -182,10 +179,14 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     assert_eq!(status_code(gone), Code::FailedPrecondition);
     assert_eq!(get(address, "/readyz").await.0, 503);
     assert_eq!(get(address, "/healthz").await.0, 200, "the process itself is well");
+    // While a copy of the mount is left in another mount namespace, only the same kind of mount is possible.
+    let is_let_go = async || !deltapath::sys::blockdev::is_claimed(&device).expect("open");
+    eventually("the device is let go", is_let_go).await;
     mount::mount(&device, &pool, "xfs", mount::Flags::MS_RDONLY, "nouuid").expect("mount read-only");
     let read_only = rig.client.identity.probe(proto::ProbeRequest {}).await;
     assert_eq!(status_code(read_only), Code::FailedPrecondition);
     mount::unmount(&pool).expect("unmount");
+    eventually("the device is let go", is_let_go).await;
     mount::mount(&device, &pool, "xfs", mount::Flags::empty(), "nouuid").expect("mount again");
     rig.client.identity.probe(proto::ProbeRequest {}).await.expect("back");
     assert_eq!(volume_health(&rig, &volume).await, []);
@@ -222,7 +223,7 @@ async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
         crowd.push(stream);
     }
     for path in ["/healthz", "/readyz"].repeat(5) {
-        let answer = tokio::time::timeout(Duration::from_secs(8), get(address, path)).await;
+        let answer = tokio::time::timeout(PATIENCE, get(address, path)).await;
         assert_eq!(answer.expect("in time").0, 200, "{path}");
     }
     rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe");

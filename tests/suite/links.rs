@@ -10,7 +10,7 @@ use deltapath::sys::mount;
 use tonic::Code;
 
 use crate::node::publish_at;
-use testkit::{MIB, PoolKind, Rig, leftovers};
+use testkit::{MIB, PoolKind, Rig};
 
 #[track_caller]
 fn names(status: tonic::Status, field: &str, path: &Path) {
@@ -133,6 +133,6 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     };
     client.node_unpublish_volume(unpublish).await.expect("unpublish");
     rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
+    testkit::nothing_left(rig.dir.path());
     rig.finish();
 }

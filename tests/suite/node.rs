@@ -80,7 +80,7 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: Pool
     for _ in 0..2 {
         rig.detach(&volume).await;
         assert!(!device.exists(), "the target stays after unpublish");
-        assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
+        testkit::no_device_left(&rig.pool_dir());
     }
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 2048);
@@ -152,7 +152,7 @@ async fn what_was_published_before_a_crash_is_found_and_undone(pool: PoolKind) {
     let left: Vec<String> =
         leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
     assert!(left.is_empty(), "unpublish left {left:?}");
-    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
+    testkit::no_device_left(&rig.pool_dir());
     let target =
         rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"written before");
@@ -222,7 +222,7 @@ async fn node_calls_refuse_what_is_wrong() {
     std::fs::write(&target, "a stranger's").expect("write");
     unpublish_at(&mut rig, &volume, &target).await;
     assert_eq!(std::fs::read(&target).expect("read"), b"a stranger's");
-    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
+    testkit::no_device_left(&rig.pool_dir());
     rig.finish();
 }
 

@@ -12,7 +12,7 @@ use tonic::Code;
 use crate::node::{publish_at, with_mode};
 use crate::volume_health::{VolumeHealthErrorType, node_health};
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
+use testkit::{MIB, PoolKind, Rig, code, nothing_left, set_state, status_code};
 
 #[apply(every_pool)]
 async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
@@ -118,8 +118,8 @@ async fn a_filesystem_that_is_shut_down_is_unpublished() {
     shutdown.expect("shutdown");
     assert!(std::fs::metadata(&target).is_err(), "the filesystem still answers");
     rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
-    rig.client.delete_volume(&volume).await.expect("delete");
+    nothing_left(rig.dir.path());
+    rig.delete(&volume).await;
     rig.finish();
 }
 
@@ -234,7 +234,7 @@ async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs"
     let target = publish(&mut rig).await;
     fsfreeze(&target);
     rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    assert!(leftovers(rig.dir.path()).is_empty(), "{fs_type}: left {:?}", leftovers(rig.dir.path()));
+    nothing_left(rig.dir.path());
     // As an older driver, or an unmount by hand, leaves it.
     for repair in ["stage", "delete"] {
         let target = publish(&mut rig).await;

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use csi_client::{Client, block_capability, mount_capability, new_volume};
-use deltapath::sys::sweep::{devices_below, sweep};
+use deltapath::sys::sweep::sweep;
 
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
@@ -64,7 +64,7 @@ pub fn driver_in_namespace(dir: &Path, pool: PoolKind, prepare: &str) -> Command
     let driver = driver_command(dir, pool);
     let own = dir.display();
     let script = format!(
-        "grep -o '/[^ ]*/deltapath-test-[^ ]*' /proc/self/mounts | grep -v '^{own}/' | xargs -r umount -l 2>/dev/null || true
+        "grep -oE '/[^ ]*/deltapath-(run|test|demo)-[^ ]*/[^ ]*' /proc/self/mounts | grep -v '^{own}/' | xargs -r umount -l 2>/dev/null || true
         {prepare}
         exec \"$@\""
     );
@@ -169,8 +169,8 @@ async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
         assert_eq!(seen, fs_type.as_bytes());
         client.unpublish(volume, &kubelet).await.expect("unpublish");
     }
-    assert!(devices_below(&dir.path().join("data/pool")).expect("devices").is_empty(), "a device is left");
+    testkit::no_device_left(&dir.path().join("data/pool"));
     testkit::signal(secluded.child.id(), nix::sys::signal::Signal::SIGTERM);
     assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
-    assert!(leftovers(dir.path()).is_empty(), "left: {:?}", leftovers(dir.path()));
+    testkit::nothing_left(dir.path());
 }

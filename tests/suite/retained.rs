@@ -174,7 +174,7 @@ fn interrupt_verify(rig: &Rig) {
     }
     signal(child.id(), nix::sys::signal::Signal::SIGINT);
     assert_eq!(wait(&mut child, Duration::from_secs(20)).code(), Some(130));
-    assert_eq!(leftovers(rig.dir.path()), Vec::<String>::new());
+    testkit::nothing_left(rig.dir.path());
 }
 
 /// Hashing comes after CreateSnapshot. If the driver is killed before it is done, the next one continues. Deltas are exact

@@ -10,7 +10,7 @@ use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders};
-use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, names, signal, wait};
+use testkit::{MIB, PoolKind, Rig, driver_command, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns its messages.
 pub fn refused(command: &mut Command) -> String {
@@ -184,7 +184,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     }
     assert_eq!(names(&rig.pool_dir().join("volumes")), std::slice::from_ref(&volume));
     rig.terminate();
-    assert_eq!(attached(), 0, "an orderly stop frees the pool");
+    testkit::no_device_left(rig.dir.path());
     rig.start_again().await;
     rig.attach(&volume).await;
     let status = rig.terminate();
@@ -263,8 +263,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
         }
         signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
         assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
-        let left = leftovers(dir.path());
-        assert_eq!(left, Vec::<String>::new(), "killed before step {at}");
+        testkit::nothing_left(dir.path());
         assert!(!data.join("pool.img.untried").exists(), "killed before step {at}");
         if connected {
             break;
@@ -301,7 +300,7 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
     signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
     assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
     assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs");
-    assert_eq!(leftovers(dir.path()), Vec::<String>::new());
+    testkit::nothing_left(dir.path());
     let said = std::fs::read_to_string(&log).expect("log");
     assert!(said.contains("no btrfs image, trying xfs"), "{said}");
 }

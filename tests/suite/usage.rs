@@ -204,7 +204,7 @@ fn undo(publish: &proto::NodePublishVolumeRequest) -> proto::NodeUnpublishVolume
 
 fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
     assert!(!Path::new(&publish.target_path).exists(), "the target stays");
-    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0, "a device stays");
+    testkit::no_device_left(&rig.pool_dir());
     for dir in ["volumes", "staging"] {
         assert!(testkit::names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
     }

@@ -300,9 +300,16 @@ impl ApiServer {
     }
 
     /// How often each resource was asked for, with which verb, since [`ApiServer`] began: from its audit log. Watches count
-    /// when they end.
-    pub fn calls_of(&self, user: &str) -> BTreeMap<String, usize> {
-        let log = std::fs::read_to_string(self.dir.path().join("audit.log")).unwrap_or_default();
+    /// when they end. The log is written behind the answers, so this waits for the line of a call of its own.
+    pub async fn calls_of(&self, user: &str) -> BTreeMap<String, usize> {
+        let log = self.dir.path().join("audit.log");
+        let before = std::fs::metadata(&log).map_or(0, |log| log.len());
+        let mark = format!("mark-{:x}", fastrand::u64(..));
+        self.objects("Namespace", None).get_opt(&mark).await.expect("get");
+        let log = || std::fs::read_to_string(&log).unwrap_or_default();
+        crate::eventually("a call is in the audit log", async || log()[before as usize..].contains(&mark))
+            .await;
+        let log = log();
         let mut calls = BTreeMap::new();
         for line in log.lines() {
             let Ok(event) = serde_json::from_str::<Value>(line) else { continue };

@@ -159,6 +159,39 @@ pub fn leftovers(dir: &Path) -> Vec<String> {
     left
 }
 
+/// Fails where a mount or a loop device stays below a directory.
+#[track_caller]
+pub fn nothing_left(dir: &Path) {
+    let_go(|| leftovers(dir));
+}
+
+/// Fails where a loop device stays whose file is below a directory.
+#[track_caller]
+pub fn no_device_left(dir: &Path) {
+    let_go(|| leftovers(dir).into_iter().filter(|left| left.starts_with("/dev/")).collect());
+}
+
+/// A mount is gone at once. Its device stays as long as a mount namespace that was made before has a copy of the mount.
+#[track_caller]
+fn let_go(left: impl Fn() -> Vec<String>) {
+    let deadline = Instant::now() + LETTING_GO;
+    loop {
+        let left = left();
+        let are_devices = left.iter().all(|left| left.starts_with("/dev/"));
+        assert!(are_devices && (left.is_empty() || Instant::now() < deadline), "left behind: {left:?}");
+        if left.is_empty() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Whether a call was refused since the device of its volume is held by what no call can end, such as a copy of its mount in a
+/// mount namespace that was made a moment ago. Provisioners call again.
+pub fn is_held_elsewhere(code: Code, said: &str) -> bool {
+    code == Code::FailedPrecondition && said.contains("a mount elsewhere holds")
+}
+
 /// A bare channel to the socket.
 pub async fn channel(socket: &Path) -> Channel {
     connected(tonic::transport::Endpoint::from_static("http://localhost"), socket).await
@@ -243,6 +276,16 @@ pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "never: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Waits until a process catches SIGTERM: a signal before then ends it, whatever it does about signals.
+pub fn until_caught(pid: u32) {
+    let bit = 1 << (Signal::SIGTERM as u32 - 1);
+    until("the process catches SIGTERM", || {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0) & bit != 0
+    });
 }
 
 /// The names in a directory.

@@ -102,8 +102,7 @@ impl Disk {
 
     /// Fails where the driver, which has ended, left a device or a mount on this disk.
     pub fn finish(self) {
-        let devices = sweep::devices_below(&self.mount_point).expect("devices");
-        assert!(devices.is_empty(), "left behind: {devices:?}");
+        crate::no_device_left(&self.mount_point);
         let mounts = deltapath::sys::mount::mounts().expect("mounts");
         let below = |at: &Path| at != self.mount_point && at.starts_with(&self.mount_point);
         let mounts: Vec<_> = mounts.iter().map(|mount| &mount.mount_point).filter(|at| below(at)).collect();

@@ -9,7 +9,7 @@ use deltapath::sys::sweep::sweep;
 use tempfile::TempDir;
 
 use crate::content::{Content, blocks_of};
-use crate::{BLOCK, PoolKind, leftovers, names, program, signal, temp_dir, wait};
+use crate::{BLOCK, PoolKind, is_held_elsewhere, names, program, signal, temp_dir, wait};
 
 pub struct Rig {
     pub client: Client,
@@ -161,12 +161,7 @@ impl Rig {
     pub fn finish(mut self) {
         let status = self.terminate();
         assert!(status.success(), "the driver ended with {status}\n{}", self.log());
-        let deadline = Instant::now() + LETTING_GO;
-        while !leftovers(self.dir.path()).is_empty() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let left = leftovers(self.dir.path());
-        assert!(left.is_empty(), "left behind: {left:?}");
+        crate::nothing_left(self.dir.path());
     }
 
     pub async fn detach_and_finish(mut self, volume_id: &str) {
@@ -223,6 +218,22 @@ impl Rig {
     pub async fn detach(&mut self, volume_id: &str) {
         let kubelet = self.kubelet();
         self.client.unpublish(volume_id, &kubelet).await.expect("unpublish");
+    }
+
+    /// Deletes a volume that was unpublished.
+    pub async fn delete(&mut self, volume_id: &str) {
+        let deadline = Instant::now() + LETTING_GO;
+        loop {
+            match self.client.delete_volume(volume_id).await {
+                Err(error)
+                    if is_held_elsewhere(error.code(), error.status.message())
+                        && Instant::now() < deadline =>
+                {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                deleted => return deleted.expect("DeleteVolume"),
+            }
+        }
     }
 
     pub async fn snapshot(&mut self, name: &str, volume_id: &str) -> String {

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
-use testkit::leftovers;
 
 use super::said;
 
@@ -58,7 +57,7 @@ async fn the_files_for_other_drivers_ci_run_the_cases() {
     let output = run(&script, dir, "deltapath driver --pool none", flags);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     assert!(said(&output).contains("--pool"), "{}", said(&output));
-    assert_eq!(leftovers(dir), [""; 0]);
+    testkit::nothing_left(dir);
     // The page takes the same script out of the file.
     let page = include_str!("../../../docs/ci-for-drivers.md");
     let take = page.lines().find(|line| line.starts_with("sed ")).expect("a command");

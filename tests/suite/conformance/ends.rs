@@ -35,7 +35,7 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
     assert!(gone.count() > 50, "{report:#}");
     // The driver's objects cannot be deleted, so they are named. The suite removes its own mounts and directories.
     assert!(report["left_behind"].as_array().is_some_and(|left| !left.is_empty()), "{report:#}");
-    assert!(leftovers(&work).is_empty(), "{:?}", leftovers(&work));
+    testkit::nothing_left(&work);
     assert!(!staging.exists() && !target.exists(), "directories are left");
 }
 

@@ -1,27 +1,39 @@
 //! examples/minimal.rs, the driver that docs/tutorial-driver.md begins with.
 
-use std::time::Duration;
-
-use csi_client::Client;
 use testkit::pages;
 use tokio::process::Command;
 
-use super::run;
+use super::{said, verdicts};
 
 /// What a driver skips that makes no groups, clones and expansions.
 const SKIPS: [&str; 4] =
     ["CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT", "CLONE_VOLUME", "EXPAND_VOLUME", "MODIFY_VOLUME"];
 
+/// The commands of the page, but for what builds the programs, with a report that a program reads.
 #[apply(device_test)]
-async fn the_minimal_driver_conforms() {
+async fn the_minimal_driver_conforms_as_its_page_says() {
     let dir = testkit::temp_dir();
-    let (socket, data) = (dir.path().join("csi.sock"), dir.path().join("data"));
-    std::fs::create_dir(&data).expect("mkdir");
-    let mut driver = Command::new(testkit::example("minimal"));
-    let mut driver = driver.args([&socket, &data]).kill_on_drop(true).spawn().expect("spawn");
-    Client::connect(&socket, Duration::from_secs(10)).await.expect("connect");
-    let (code, verdicts, report) = run(&socket, &[]).await;
-    assert_eq!(code, Some(0), "{report:#}");
+    let page = pages::read("docs/tutorial-driver.md");
+    let mut script = pages::blocks(&page, "sh").join("\n");
+    for (of_page, instead) in [
+        ("cargo build", ": built already:".to_owned()),
+        ("target/release/examples/minimal", testkit::example("minimal").display().to_string()),
+        (
+            "target/release/cbt-lab conformance",
+            format!("{} conformance --output json", testkit::program("cbt-lab").display()),
+        ),
+    ] {
+        assert!(script.contains(of_page), "the page does not say {of_page}:\n{script}");
+        script = script.replace(of_page, &instead);
+    }
+    // Also where a command fails, the driver ends.
+    let script = format!("trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}");
+    let mut bash = Command::new("bash");
+    bash.args(["-euc", &script]).env("TMPDIR", dir.path()).env_remove("CSI_ENDPOINT").kill_on_drop(true);
+    let output = bash.output().await.expect("bash");
+    assert!(output.status.success(), "{}", said(&output));
+    let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", said(&output)));
+    let verdicts = verdicts(&report);
     let mut passed = 0;
     for (case, (verdict, detail)) in &verdicts {
         match verdict.as_str() {
@@ -42,8 +54,10 @@ async fn the_minimal_driver_conforms() {
         }
     }
     assert!(passed > 60, "{passed} passed");
-    assert!(std::fs::read_dir(&data).expect("read").next().is_none(), "files are left");
-    driver.kill().await.expect("kill");
+    let left =
+        std::fs::read_dir(dir.path()).expect("read").map(|work| work.expect("read").path().join("data"));
+    let left = left.flat_map(|data| std::fs::read_dir(data).expect("read")).count();
+    assert_eq!(left, 0, "files are left");
 }
 
 /// The page shows the example as it is.

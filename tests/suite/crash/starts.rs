@@ -15,7 +15,7 @@ use super::scene::Scene;
 use super::tally::{Tally, last_lines};
 use testkit::content::Content;
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{PoolKind, Rig, leftovers, set_state, state_of, try_command, wait};
+use testkit::{PoolKind, Rig, set_state, state_of, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
 
@@ -118,8 +118,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
             assert!(cut_at(&points).is_some(), "{context}: it ended with {ended}\n{}", log());
             assert!(ended_as_wanted(cut, ended), "{context}: it ended with {ended}\n{}", log());
             if cut != Cut::Kill {
-                let left = leftovers(dir);
-                assert!(left.is_empty(), "{context}: a start that failed left {left:?}");
+                testkit::nothing_left(dir);
             }
         }
     }

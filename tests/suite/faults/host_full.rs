@@ -4,6 +4,7 @@
 //! btrfs cannot commit and turns read-only until it is mounted again.
 
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 use csi_client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
@@ -112,13 +113,15 @@ async fn a_full_host(pool: PoolKind, end: End) {
             rig.detach(&volume).await;
             // A container that starts has copies of all mounts for a while: the dead filesystem lives until they go, which may
             // be after the driver gave up waiting for its device.
-            let mut copies = std::process::Command::new("unshare")
-                .args(["--mount", "sleep", "7"])
-                .spawn()
-                .expect("unshare");
+            let pool_dir = rig.pool_dir().canonicalize().expect("resolve");
+            let copy = deltapath::sys::mount::clone_of(&pool_dir).expect("clone");
+            let copies = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_secs(7));
+                drop(copy);
+            });
             assert!(rig.terminate().success());
             rig.start_again().await;
-            copies.wait().expect("wait");
+            copies.join().expect("no panic");
             rig.attach(&volume).await;
         }
     }

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use csi_client::{block_capability, mount_capability, new_volume};
-use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
 use crate::reboot::{Secluded, SweptOnDrop, driver_in_namespace};
@@ -44,7 +43,7 @@ async fn without_a_loop_device_only_its_user_fails() {
     client.create_snapshot("empty", &raw).await.expect("a snapshot needs no device");
     // A failed publish can be undone too.
     client.unpublish(&raw, &kubelet).await.expect("unpublish");
-    assert!(devices_below(dir.path()).expect("devices").is_empty());
+    testkit::no_device_left(dir.path());
 
     within(&secluded, &["umount", "/dev/loop-control"]);
     let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
@@ -59,7 +58,7 @@ async fn without_a_loop_device_only_its_user_fails() {
         client.unpublish(volume, &kubelet).await.expect("unpublish");
         client.delete_volume(volume).await.expect("delete");
     }
-    assert!(devices_below(dir.path()).expect("devices").is_empty());
+    testkit::no_device_left(dir.path());
 }
 
 /// Runs a driver in a namespace with another `/dev`. It must refuse to start. Returns its messages.
@@ -111,5 +110,5 @@ async fn a_dev_without_nodes_is_reported() {
     within(&secluded, &["mount", "-o", "remount,rw", "/dev"]);
     client.publish(&raw.volume_id, block_capability(), false, &kubelet).await.expect("publish");
     client.unpublish(&raw.volume_id, &kubelet).await.expect("unpublish");
-    assert!(devices_below(dir.path()).expect("devices").is_empty());
+    testkit::no_device_left(dir.path());
 }

@@ -46,7 +46,7 @@ async fn everything_works(rig: &mut Rig) {
         rig.start_again().await;
         for volume in [&restored, &files, &volume] {
             rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
-            rig.client.delete_volume(volume).await.expect("DeleteVolume");
+            rig.delete(volume).await;
         }
         testkit::ok(
             std::process::Command::new(testkit::program("deltapath"))
@@ -94,7 +94,7 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
     rig.client.publish(&files, mount_capability("btrfs"), false, &kubelet).await.expect("publish");
     rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.client.delete_volume(&files).await.expect("DeleteVolume");
+    rig.delete(&files).await;
     rig.finish();
 }
 

@@ -177,7 +177,8 @@ async fn make_patiently(client: &mut Client, asked: &Asked) -> Answer {
     loop {
         match make(client, asked).await {
             Answer::Failed(Code::FailedPrecondition, said)
-                if said.contains("in use through") && Instant::now() < deadline =>
+                if testkit::is_held_elsewhere(Code::FailedPrecondition, &said)
+                    && Instant::now() < deadline =>
             {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }

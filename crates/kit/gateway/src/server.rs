@@ -30,8 +30,9 @@ use crate::service::{Gateway, SnapshotMetadata};
 const FILES_EVERY: Duration = Duration::from_secs(2);
 /// Between two pings of a client's connection, and until one that does not answer is given up.
 const KEEPALIVE: Duration = Duration::from_secs(30);
-/// Calls at once on one connection.
-const CALLS_A_CONNECTION: u32 = 256;
+/// Calls at once on one connection: RFC 9113 recommends no fewer. HTTP/2 keeps 1 KiB for each until the connection ends, also
+/// of calls that were refused, and a thousand strangers may have connections.
+const CALLS_A_CONNECTION: u32 = 100;
 /// Longest head of a request, in bytes: the token is in the body.
 const MAX_HEAD: u32 = 8 << 10;
 /// Bytes of requests that a connection, and a call on it, may send before they are read.

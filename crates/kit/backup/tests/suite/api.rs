@@ -271,7 +271,7 @@ fn an_api_server_that_is_away_for_moments_ends_no_backup() {
     server.trouble("/pods/cbt-backup-data", Trouble::Code(500), 3500, 4500);
     server.trouble("/pods/cbt-backup-data", Trouble::Reset, 4500, 6000);
     server.trouble("/volumesnapshotcontents/content", Trouble::Code(502), 3500, 10000);
-    let made = server.place.ok(&RUN);
+    let made = server.place.ok(&["run", "--pvc", "data", "--patience", "6"]);
     assert_eq!(made["snapshot"], "one");
     assert_eq!(server.left(), [""; 0]);
     assert_eq!(server.state.lock().unwrap().pod["spec"]["containers"][0]["args"][0], "auto");
@@ -283,7 +283,7 @@ fn an_api_server_that_is_away_for_moments_leaves_nothing_behind() {
     let server = Server::start(Duration::from_secs(1));
     server.trouble("/persistentvolumeclaims/cbt-backup-data", Trouble::Code(500), 500, 3000);
     server.trouble("/persistentvolumeclaims/cbt-backup-data", Trouble::Reset, 3000, 4000);
-    assert_eq!(server.place.ok(&RUN)["snapshot"], "one");
+    assert_eq!(server.place.ok(&["run", "--pvc", "data", "--patience", "20"])["snapshot"], "one");
     assert_eq!(server.left(), [""; 0]);
 }
 

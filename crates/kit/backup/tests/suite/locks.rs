@@ -41,7 +41,8 @@ fn slow_backup(place: &Place) -> Running {
 }
 
 /// The packs that are there, while others come and go.
-fn packs(place: &Place) -> usize {
+/// How many packs a repository has.
+pub fn packs(place: &Place) -> usize {
     let list = |path: PathBuf| path.read_dir().into_iter().flatten().flatten();
     let names = list(place.repository().join("packs")).flat_map(|dir| list(dir.path()));
     // A file that is being written has another kind of name.
@@ -127,17 +128,20 @@ fn a_prune_waits_where_it_is_told_to() {
         let before = packs(&place);
         let mut backup = slow_backup(&place);
         until("a new pack", || packs(&place) > before);
-        let waits = Running::start(place.command(&["prune", "--wait", "60"]));
-        std::thread::sleep(Duration::from_secs(2));
+        // It keeps its lock for as long as this takes.
+        backup.signal(Signal::SIGSTOP);
+        let waits = Running::start(place.command(&["prune", "--wait", "300"]));
         let mut impatient = Running::start(place.command(&["prune", "--wait", "60"]));
+        testkit::until_caught(impatient.0.id());
         std::thread::sleep(Duration::from_secs(1));
         impatient.signal(Signal::SIGINT);
-        assert_eq!(impatient.ends_within(Duration::from_secs(10)), Some(130));
+        assert_eq!(impatient.ends_within(testkit::PATIENCE), Some(130));
         assert!(place.fails(1, &["prune", "--wait", "1"]).contains("--wait AGE"));
         assert!(backup.0.try_wait().expect("wait").is_none(), "the backup was over before");
+        backup.signal(Signal::SIGCONT);
         let output = waits.output();
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-        assert!(text(&output.stderr).contains("waiting at most 60 s"), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("waiting at most 300 s"), "{}", text(&output.stderr));
         assert_eq!(backup.output().status.code(), Some(0));
         assert_eq!(place.list().len(), 2);
     }

@@ -25,10 +25,9 @@ struct State {
     rate: Option<usize>,
     /// What each answer takes.
     delay: Duration,
-    /// Requests that came, those that are under way, and the most of these.
+    /// Requests that came, and those that wait.
     seen: usize,
-    under_way: usize,
-    at_once: usize,
+    waiting: usize,
 }
 
 #[derive(Default)]
@@ -76,18 +75,22 @@ impl Proxy {
         self.shared.state.lock().unwrap().delay = delay;
     }
 
-    /// How many requests came, and how many of them at once.
-    pub fn seen(&self) -> (usize, usize) {
-        let state = self.shared.state.lock().unwrap();
-        (state.seen, state.at_once)
+    /// How many requests came.
+    pub fn seen(&self) -> usize {
+        self.shared.state.lock().unwrap().seen
     }
 
     /// Waits until a request is held.
     pub fn wait_held(&self) {
+        self.wait_waiting(1);
+    }
+
+    /// Waits until so many requests are held at once.
+    pub fn wait_waiting(&self, requests: usize) {
         let state = self.shared.state.lock().unwrap();
-        let long = Duration::from_secs(60);
-        let held = self.shared.changed.wait_timeout_while(state, long, |state| !state.is_held).unwrap();
-        assert!(!held.1.timed_out(), "nothing is held");
+        let few = |state: &mut State| !state.is_held || state.waiting < requests;
+        let held = self.shared.changed.wait_timeout_while(state, testkit::PATIENCE, few).unwrap();
+        assert!(!held.1.timed_out(), "{} of {requests} requests are held", held.0.waiting);
     }
 
     pub fn open(&self) {
@@ -102,11 +105,12 @@ impl Shared {
         let mut state = self.state.lock().unwrap();
         let place = state.script.iter().position(|(of, part, _)| *of == method && path.contains(part));
         let fault = place.map(|place| state.script.remove(place).2);
-        if fault == Some(Fault::Hold) {
-            state.is_held = true;
-            self.changed.notify_all();
-        }
-        let state = self.changed.wait_while(state, |state| state.is_held).unwrap();
+        state.seen += 1;
+        state.is_held |= fault == Some(Fault::Hold);
+        state.waiting += 1;
+        self.changed.notify_all();
+        let mut state = self.changed.wait_while(state, |state| state.is_held).unwrap();
+        state.waiting -= 1;
         (fault, state.rate)
     }
 
@@ -122,15 +126,8 @@ impl Shared {
                 return Ok(());
             }
             let (fault, rate) = self.pass(method, path);
-            let delay = {
-                let mut state = self.state.lock().unwrap();
-                state.seen += 1;
-                state.under_way += 1;
-                state.at_once = state.at_once.max(state.under_way);
-                state.delay
-            };
+            let delay = self.state.lock().unwrap().delay;
             std::thread::sleep(delay);
-            self.state.lock().unwrap().under_way -= 1;
             let refused = match fault {
                 Some(Fault::LoseAnswer) => Some(500),
                 Some(Fault::Refuse(code)) => Some(code),

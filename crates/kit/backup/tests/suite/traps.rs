@@ -238,7 +238,12 @@ fn a_report_that_cannot_be_written_is_known_before_or_says_what_is_made() {
     let slow =
         ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "4Mi", "--report", arg(&report)];
     let running = Running::start(place.command(&slow));
-    std::thread::sleep(Duration::from_secs(1));
+    // The report's directory was looked at before.
+    let lock = place.repository().join("lock");
+    testkit::until("it has the lock", || {
+        let open = std::fs::read_dir(format!("/proc/{}/fd", running.0.id())).expect("it runs");
+        open.flatten().any(|file| file.path().read_link().is_ok_and(|path| path == lock))
+    });
     std::fs::remove_dir(place.path("dir")).expect("rmdir");
     let output = running.output();
     let said = text(&output.stderr);

@@ -1,7 +1,6 @@
 //! Which kind of backup comes of what was asked for, and of what the driver and the repository say.
 
 use std::os::unix::net::UnixListener;
-use std::time::Duration;
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
@@ -133,7 +132,7 @@ fn ctrl_c_is_seen_while_a_stream_is_opened() {
     let world = World::new();
     let place = &world.place;
     let socket = place.path("silent.sock");
-    let _listener = UnixListener::bind(&socket).expect("bind");
+    let listener = UnixListener::bind(&socket).expect("bind");
     let silent = format!("unix://{}", socket.display());
     let image = place.image();
     let source = ["--volume", "v", "--device", arg(&image), "--endpoint", &silent, "--snapshot", "two"];
@@ -144,8 +143,9 @@ fn ctrl_c_is_seen_while_a_stream_is_opened() {
         vec!["show", "--endpoint", &silent, "--target", "two"],
     ] {
         let mut running = Running::start(place.command(&arguments));
-        std::thread::sleep(Duration::from_secs(1));
+        testkit::until_caught(running.0.id());
+        let _connection = listener.accept().expect("accept");
         running.signal(Signal::SIGTERM);
-        assert_eq!(running.ends_within(Duration::from_secs(10)), Some(130), "{arguments:?}");
+        assert_eq!(running.ends_within(testkit::PATIENCE), Some(130), "{arguments:?}");
     }
 }

@@ -192,6 +192,7 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let config = world.gateway_kubeconfig("gateway").await;
     // A CA every 6 seconds, a certificate every 4, two seconds of overlap: ten hand-overs in about a minute.
     let lifetimes = ["9s", "6s", "2s"];
+    const OVERLAP: Duration = Duration::from_secs(2);
     let one = start(&world, "one", &config, "127.0.0.1:1", lifetimes).await;
     let two = start(&world, "two", &config, "127.0.0.1:1", lifetimes).await;
     one.ready().await;
@@ -229,14 +230,20 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
                 (world.clone(), stop.clone(), calls.clone(), token.clone(), ns.clone());
             tokio::spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
+                    let read = Instant::now();
                     let object = service(&world).await.expect("there is an object at any time");
                     let bundle = bundle(&object);
                     assert!(bundle.contains("BEGIN CERTIFICATE"), "an object without a CA");
                     assert!(!bundle.contains("PRIVATE KEY"));
                     tokio::time::sleep(Duration::from_secs(1)).await;
-                    let client = Client::connect(port, "127.0.0.1", &bundle).await;
-                    let mut client =
-                        client.unwrap_or_else(|error| panic!("{error:?}: the CA of the object does not do"));
+                    let mut client = match Client::connect(port, "127.0.0.1", &bundle).await {
+                        Ok(client) => client,
+                        Err(error) if read.elapsed() < OVERLAP => {
+                            panic!("{error:?}: the CA of the object does not do")
+                        }
+                        // On a busy machine it came too late.
+                        Err(_) => continue,
+                    };
                     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
                     calls.fetch_add(1, Ordering::Relaxed);
                 }

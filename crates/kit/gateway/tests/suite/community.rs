@@ -2,7 +2,6 @@
 //! through the gateway from the real driver, the client library reads through the gateway, the community's sidecar and the
 //! driver's socket, and `cbt-backup` backs up through the first two; and the faults that these tests look for are there in the community's sidecar.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -226,12 +225,6 @@ async fn account_of_all_rights(world: &World, account: &str) -> (String, PathBuf
     (format!("system:serviceaccount:{ns}:{account}"), world.api.kubeconfig_of(ns, account).await)
 }
 
-/// The calls that an account has made to the API server, once the audit log, which is written behind the answers, has them.
-async fn calls_of(world: &World, user: &str) -> BTreeMap<String, usize> {
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    world.api.calls_of(user)
-}
-
 /// A kubeconfig of an account with what deploy/base/rbac-clients.yaml gives to backup applications.
 pub async fn backup_account(world: &World) -> PathBuf {
     let ns = &world.namespace;
@@ -294,13 +287,13 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
         ("get volumesnapshots", 1),
         ("list volumesnapshotclasses", 1),
     ];
-    let none = calls_of(&world, &user).await;
+    let none = world.api.calls_of(&user).await;
     assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
-    let first = calls_of(&world, &user).await;
+    let first = world.api.calls_of(&user).await;
     assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
-    let again = calls_of(&world, &user).await;
+    let again = world.api.calls_of(&user).await;
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), Code::Ok);
-    let delta = calls_of(&world, &user).await;
+    let delta = world.api.calls_of(&user).await;
     for (before, after) in [(&none, &first), (&first, &again), (&again, &delta)] {
         let more = after.iter().map(|(call, times)| (call.as_str(), times - before.get(call).unwrap_or(&0)));
         assert_eq!(more.filter(|(_, times)| *times > 0).collect::<Vec<_>>(), of_one);

@@ -1,7 +1,6 @@
 //! Promise: the API server is asked as little as can be, and a moment without it is survived.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use tonic::Code;
 
@@ -18,34 +17,28 @@ pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world:
     let gateway = world.gateway(&[]).await;
     let mut client = gateway.client().await;
     let user = format!("system:serviceaccount:{ns}:gateway");
-    let asked = || {
-        let calls = world.api.calls_of(&user);
+    let asked = async || {
+        let calls = world.api.calls_of(&user).await;
         // Watches and their lists are for no call in particular.
         calls
             .into_iter()
             .filter(|(call, _)| call.starts_with("create") || call.starts_with("get "))
             .collect::<Vec<_>>()
     };
-    // The log is written behind the answer.
-    let settled = async || tokio::time::sleep(Duration::from_millis(500)).await;
-    settled().await;
-    assert_eq!(asked(), []);
+    assert_eq!(asked().await, []);
     assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
-    settled().await;
     let review = |kind: &str, times| (format!("create {kind}"), times);
     let cold = vec![review("subjectaccessreviews", 1), review("tokenreviews", 1)];
-    assert_eq!(asked(), cold);
+    assert_eq!(asked().await, cold);
     for _ in 0..50 {
         assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
     }
-    settled().await;
-    assert_eq!(asked(), cold, "a warm call asks nothing");
+    assert_eq!(asked().await, cold, "a warm call asks nothing");
     // A delta looks at its base too: one right more, once.
     for _ in 0..50 {
         assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), Code::Ok);
     }
-    settled().await;
-    assert_eq!(asked(), [review("subjectaccessreviews", 2), review("tokenreviews", 1)]);
+    assert_eq!(asked().await, [review("subjectaccessreviews", 2), review("tokenreviews", 1)]);
     // Many at once with one new token wait for one review.
     let fresh = world.api.token(&ns, "reader", crate::world::AUDIENCE).await;
     let calls = (0..40).map(|_| {
@@ -55,8 +48,7 @@ pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world:
     for call in calls.collect::<Vec<_>>() {
         assert_eq!(call.await.expect("a call"), Code::Ok);
     }
-    settled().await;
-    assert_eq!(asked(), [review("subjectaccessreviews", 3), review("tokenreviews", 2)]);
+    assert_eq!(asked().await, [review("subjectaccessreviews", 3), review("tokenreviews", 2)]);
 }
 
 /// The API server serves the other tests as well, so this gateway is cut off from it by a kubeconfig that leads through a

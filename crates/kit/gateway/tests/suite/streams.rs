@@ -169,20 +169,27 @@ pub async fn cancel_and_deadline_reach_the_driver(world: World) {
         assert!(gone.elapsed() < Duration::from_secs(5), "{:?}", gone.elapsed());
     }
     // A deadline that passes in the middle, and one that passes before the first message.
-    for (millis, first) in [(1800, true), (300, false)] {
-        driver.seen.timeouts.lock().clear();
-        let mut request = Request::new(about(&token, &ns, "snapshot"));
-        request.set_timeout(Duration::from_millis(millis));
-        let outcome = async {
-            let mut stream = client.0.get_metadata_allocated(request).await?.into_inner();
-            let mut messages = 0;
-            while stream.message().await.inspect(|_| messages += 1)?.is_some() {}
-            Ok::<_, tonic::Status>(messages)
+    for (mut millis, first) in [(1800, true), (300, false)] {
+        let given = loop {
+            driver.seen.timeouts.lock().clear();
+            let mut request = Request::new(about(&token, &ns, "snapshot"));
+            request.set_timeout(Duration::from_millis(millis));
+            let outcome = async {
+                let mut stream = client.0.get_metadata_allocated(request).await?.into_inner();
+                let mut messages = 0;
+                while stream.message().await.inspect(|_| messages += 1)?.is_some() {}
+                Ok::<_, tonic::Status>(messages)
+            };
+            let status = outcome.await.expect_err("the deadline passes");
+            assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?} {first}");
+            eventually("the driver's stream is ended", async || open_now() == 0).await;
+            // On a busy machine it may pass before the driver is asked.
+            match driver.seen.timeouts.lock().pop() {
+                Some(given) => break given,
+                None => millis *= 2,
+            }
+            assert!(millis < 60_000, "the driver is never asked");
         };
-        let status = outcome.await.expect_err("the deadline passes");
-        assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?} {first}");
-        eventually("the driver's stream is ended", async || open_now() == 0).await;
-        let given = driver.seen.timeouts.lock().pop().expect("a timeout");
         let left: u64 = given.trim_end_matches('m').parse().unwrap_or_else(|_| panic!("{given:?}"));
         assert!(left > 0 && left <= millis, "the driver was given {given} of {millis} ms");
     }
