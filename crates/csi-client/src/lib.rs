@@ -153,7 +153,8 @@ impl Client {
         Ok(Self::over(dial(endpoint, path.to_owned()).await?))
     }
 
-    fn over(channel: Channel) -> Self {
+    /// The clients of all services, over a channel.
+    pub fn over(channel: Channel) -> Self {
         Client {
             identity: IdentityClient::new(channel.clone()),
             controller: ControllerClient::new(channel.clone()),
@@ -316,7 +317,8 @@ async fn dial(endpoint: Endpoint, path: PathBuf) -> Result<Channel, tonic::trans
     endpoint.connect_with_connector(connector(path)).await
 }
 
-fn connector(
+/// Connects to the socket, whatever address is asked for.
+pub fn connector(
     path: PathBuf,
 ) -> impl Service<Uri, Response = TokioIo<UnixStream>, Error = std::io::Error, Future: Send> + Send + 'static
 {

@@ -206,12 +206,7 @@ pub async fn narrow_client(socket: &Path) -> SnapshotMetadataClient<Channel> {
 }
 
 async fn connected(endpoint: tonic::transport::Endpoint, socket: &Path) -> Channel {
-    let socket = socket.to_owned();
-    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
-        let socket = socket.clone();
-        async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
-    });
-    endpoint.connect_with_connector(connector).await.expect("connect")
+    endpoint.connect_with_connector(csi_client::connector(socket.to_owned())).await.expect("connect")
 }
 
 /// What is recorded of a volume's use, as JSON; null where nothing is.

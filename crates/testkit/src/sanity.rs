@@ -23,16 +23,22 @@ const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
     "testnodevolumeattachlimit not enabled",
 ];
 
-/// Runs csi-sanity for both access types against the driver or router at `socket`, whose nodes' names begin with `node`, and
-/// fails where it finds anything, skips what is claimed, or leaves a mount in `dir`.
-pub fn assert_finds_nothing(what: &str, socket: &Path, dir: &Path, node: &str, attach: bool) {
-    let program = Path::new(HOME).join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
-    assert!(program.exists(), "needs csi-sanity {VERSION}: run `make test-deps`");
-    let mutable = dir.join("mutable.yaml");
-    std::fs::write(&mutable, "readAheadKiB: \"1024\"\ndirectIO: \"false\"\n").expect("write");
-    for access in ["mount", "block"] {
-        let mut command = Command::new(&program);
-        command
+/// What csi-sanity says of a driver.
+pub struct Ran {
+    pub is_good: bool,
+    pub said: String,
+    /// How many tests came out how.
+    pub count: String,
+}
+
+impl Ran {
+    /// Runs it for an access type against the driver or router at `socket`, with these mutable parameters in YAML.
+    pub fn of(socket: &Path, dir: &Path, mutable: &str, access: &str, more: &[&str]) -> Self {
+        let program = Path::new(HOME).join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
+        assert!(program.exists(), "needs csi-sanity {VERSION}: run `make test-deps`");
+        let file = dir.join("mutable.yaml");
+        std::fs::write(&file, mutable).expect("write");
+        let output = Command::new(&program)
             .arg("-csi.endpoint")
             .arg(format!("unix://{}", socket.display()))
             .arg("-csi.stagingdir")
@@ -40,26 +46,39 @@ pub fn assert_finds_nothing(what: &str, socket: &Path, dir: &Path, node: &str, a
             .arg("-csi.mountdir")
             .arg(dir.join("sanity-mount"))
             .arg("-csi.testvolumemutableparameters")
-            .arg(&mutable)
+            .arg(&file)
             .args(["-csi.testvolumeaccesstype", access, "-csi.testvolumesize", "67108864"])
-            .args(["-csi.testvolumeexpandsize", "134217728", "-ginkgo.no-color", "-ginkgo.v"]);
-        if attach {
-            command.arg("-csi.testnodevolumeattachlimit");
-        }
-        let output = command.output().expect("run csi-sanity");
-        let said = String::from_utf8_lossy(&output.stdout);
-        let count = said.lines().find(|line| line.contains(" Passed | ")).unwrap_or("no count");
+            .args(["-csi.testvolumeexpandsize", "134217728", "-ginkgo.no-color", "-ginkgo.v"])
+            .args(more)
+            .output()
+            .expect("run csi-sanity");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let count = said.lines().find(|line| line.contains(" Passed | ")).unwrap_or("no count").to_owned();
+        Ran { is_good: output.status.success(), said, count }
+    }
+
+    /// Why tests were skipped.
+    pub fn skipped(&self) -> impl Iterator<Item = &str> {
+        let reasons = self.said.lines().filter_map(|line| line.trim_start().strip_prefix("[SKIPPED] "));
+        reasons.filter(|why| !why.starts_with("in ["))
+    }
+}
+
+/// Runs csi-sanity for both access types against the driver or router at `socket`, whose nodes' names begin with `node`, and
+/// fails where it finds anything, skips what is claimed, or leaves a mount in `dir`.
+pub fn assert_finds_nothing(what: &str, socket: &Path, dir: &Path, node: &str, attach: bool) {
+    let mutable = "readAheadKiB: \"1024\"\ndirectIO: \"false\"\n";
+    let more: &[&str] = if attach { &["-csi.testnodevolumeattachlimit"] } else { &[] };
+    for access in ["mount", "block"] {
+        let ran = Ran::of(socket, dir, mutable, access, more);
+        let Ran { said, count, .. } = &ran;
         // Past the test runner's capture: the counts are part of what `make test` tells.
         writeln!(std::io::stdout(), "csi-sanity, {what}, {access}, attach {attach}: {count}").expect("write");
-        assert_only_memory_differs(&said, node);
+        assert_only_memory_differs(said, node);
         assert!(count.contains(" 1 Failed "), "csi-sanity, {what}, {access}, attach {attach}: {count}");
         let may_skip =
             |line: &str| !attach && MAY_SKIP_WITHOUT_ATTACH.iter().any(|reason| line.contains(reason));
-        let skipped: Vec<&str> = said
-            .lines()
-            .filter_map(|line| line.trim_start().strip_prefix("[SKIPPED] "))
-            .filter(|why| !why.starts_with("in ["))
-            .collect();
+        let skipped: Vec<&str> = ran.skipped().collect();
         let wrong: Vec<&&str> = skipped.iter().filter(|line| !may_skip(line)).collect();
         assert!(wrong.is_empty(), "skipped though we claim it: {wrong:#?}");
         // By the count too, for the lines may come to be worded otherwise.

@@ -1,17 +1,12 @@
 //! The CSI driver's streams of tuples, checked as they come.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::path::Path;
 
-use csi_client::identity;
-use proto::snapshot_metadata_client::SnapshotMetadataClient;
-use proto::{
-    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
-    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
-};
+use csi_client::{Client, Message, Options, Question, RawStream, identity};
+use proto::BlockMetadataType;
+use tonic::Status;
 use tonic::transport::Channel;
-use tonic::{Status, Streaming};
 
 /// Any CSI driver with a SnapshotMetadata service.
 #[derive(Clone)]
@@ -37,15 +32,6 @@ impl<'a> Blocks<'a> {
     }
 }
 
-impl fmt::Debug for Blocks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Blocks")
-            .field("base", &self.base)
-            .field("target", &self.target)
-            .finish_non_exhaustive()
-    }
-}
-
 /// A range of bytes that a stream lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuple {
@@ -63,51 +49,29 @@ impl Driver {
 
     /// The tuples from `from` on, in messages of `max_results` at most.
     pub async fn tuples(&self, blocks: Blocks<'_>, from: u64, max_results: u32) -> Result<Tuples, Status> {
-        let starting_offset = i64::try_from(from)
+        let offset = i64::try_from(from)
             .map_err(|_| Status::out_of_range(format!("offset {from} is larger than any volume")))?;
         let max_results = i32::try_from(max_results).unwrap_or(i32::MAX);
-        let mut metadata = SnapshotMetadataClient::new(self.channel.clone());
-        let stream = match blocks.base {
-            None => {
-                let request = GetMetadataAllocatedRequest {
-                    snapshot_id: blocks.target.to_owned(),
-                    starting_offset,
-                    max_results,
-                    secrets: blocks.secrets.cloned().unwrap_or_default(),
-                };
-                metadata
-                    .get_metadata_allocated(request)
-                    .await
-                    .map(|answer| Messages::Allocated(answer.into_inner()))
-            }
-            Some(base) => {
-                let request = GetMetadataDeltaRequest {
-                    base_snapshot_id: base.to_owned(),
-                    target_snapshot_id: blocks.target.to_owned(),
-                    starting_offset,
-                    max_results,
-                    secrets: blocks.secrets.cloned().unwrap_or_default(),
-                };
-                metadata.get_metadata_delta(request).await.map(|answer| Messages::Delta(answer.into_inner()))
-            }
+        let secrets = blocks.secrets.cloned().unwrap_or_default();
+        let options = Options { offset, max_results, secrets, timeout_ms: None };
+        let target = blocks.target.to_owned();
+        let question = match blocks.base {
+            None => Question::Allocated { snapshot: target },
+            Some(base) => Question::Delta { base: base.to_owned(), target },
         };
-        let messages = stream.map_err(said)?;
-        Ok(Tuples { messages, message: Vec::new().into_iter(), end: 0, capacity: None, style: None })
+        let stream = Client::over(self.channel.clone()).open_stream(&question, &options).await;
+        let message = Vec::new().into_iter();
+        Ok(Tuples { stream: stream.map_err(said)?, message, end: 0, capacity: None, style: None })
     }
-}
-
-enum Messages {
-    Allocated(Streaming<GetMetadataAllocatedResponse>),
-    Delta(Streaming<GetMetadataDeltaResponse>),
 }
 
 /// A stream of tuples. Dropped before its end, it stops the driver's work.
 pub struct Tuples {
-    messages: Messages,
-    message: std::vec::IntoIter<BlockMetadata>,
+    stream: RawStream,
+    message: std::vec::IntoIter<(i64, i64)>,
     end: u64,
     capacity: Option<u64>,
-    style: Option<BlockMetadataType>,
+    style: Option<i32>,
 }
 
 impl Tuples {
@@ -117,15 +81,8 @@ impl Tuples {
             if let Some(tuple) = self.message.next() {
                 return self.check(tuple).map(Some);
             }
-            let message = match &mut self.messages {
-                Messages::Allocated(stream) => stream.message().await.map_err(said)?.map(|message| {
-                    (message.volume_capacity_bytes, message.block_metadata_type(), message.block_metadata)
-                }),
-                Messages::Delta(stream) => stream.message().await.map_err(said)?.map(|message| {
-                    (message.volume_capacity_bytes, message.block_metadata_type(), message.block_metadata)
-                }),
-            };
-            let Some((capacity, style, tuples)) = message else { return Ok(None) };
+            let message = self.stream.next().await.map_err(said)?;
+            let Some(Message { style, capacity, tuples }) = message else { return Ok(None) };
             if *self.style.get_or_insert(style) != style {
                 return Err(broken("the type of the metadata changes"));
             }
@@ -145,11 +102,11 @@ impl Tuples {
 
     /// Whether all tuples have one size, after the first call of [`Tuples::next`].
     pub fn has_one_size(&self) -> bool {
-        self.style == Some(BlockMetadataType::FixedLength)
+        self.style == Some(BlockMetadataType::FixedLength.into())
     }
 
-    fn check(&mut self, tuple: BlockMetadata) -> Result<Tuple, Status> {
-        let tuple = match (u64::try_from(tuple.byte_offset), u64::try_from(tuple.size_bytes)) {
+    fn check(&mut self, (offset, size): (i64, i64)) -> Result<Tuple, Status> {
+        let tuple = match (u64::try_from(offset), u64::try_from(size)) {
             (Ok(offset), Ok(size)) if size > 0 => Tuple { offset, end: offset.saturating_add(size) },
             _ => return Err(broken("a tuple has a negative offset or no size")),
         };

@@ -9,7 +9,6 @@ use tonic::{Code, Status};
 /// Why a request is refused.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Refusal {
-    /// The HTTP code.
     pub code: StatusCode,
     /// The reason that clients go by.
     pub reason: &'static str,
@@ -28,7 +27,6 @@ impl Refusal {
         Refusal::new(StatusCode::BAD_REQUEST, "BadRequest", message)
     }
 
-    /// The Status object.
     pub fn status(&self) -> Value {
         let mut status = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",

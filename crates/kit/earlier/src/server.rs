@@ -1,33 +1,43 @@
 //! What the server of every design needs beside `serve::program`: readiness of an elected replica, and HTTPS. What it answers
 //! is the design's own.
 
+use std::error::Error;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::{Extension, Router};
+use csi_client::identity;
 use futures_util::StreamExt;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
+use kube::Client;
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
 use serve::certificate::Certificate;
+use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
+use serve::program::{self, Stop};
 use serve::questions::Metrics;
 use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 use tonic::transport::server::Connected;
+
+use crate::Common;
+use crate::driver::Driver;
 
 /// The metrics of questions to the API server.
 pub const METRICS: Metrics =
     Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
 /// The counter of lines of the log that are lost.
-pub const DROPPED_LINES: &str = "cbt_earlier_log_lines_dropped_total";
+const DROPPED_LINES: &str = "cbt_earlier_log_lines_dropped_total";
 /// When the certificate ends.
-pub const CERTIFICATE_ENDS: &str = "cbt_earlier_certificate_not_after_seconds";
+const CERTIFICATE_ENDS: &str = "cbt_earlier_certificate_not_after_seconds";
 /// How often certificate files are looked at.
-pub const FILES_EVERY: Duration = Duration::from_secs(2);
+const FILES_EVERY: Duration = Duration::from_secs(2);
 /// How long a client may take to send its request's head; between two pings of a connection, too.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long requests may go on after a signal.
@@ -47,9 +57,9 @@ pub struct ClientCertificates(pub Arc<[CertificateDer<'static>]>);
 #[derive(Debug, Default)]
 pub struct Ready {
     /// Whether it is elected.
-    pub leads: AtomicBool,
-    pub has_driver: AtomicBool,
-    pub is_stopping: AtomicBool,
+    leads: AtomicBool,
+    has_driver: AtomicBool,
+    is_stopping: AtomicBool,
     pub certificate: Arc<Certificate>,
 }
 
@@ -65,10 +75,10 @@ impl Ready {
 }
 
 /// Is elected until it is dropped.
-pub struct Leads(Arc<Ready>);
+struct Leads(Arc<Ready>);
 
 impl Leads {
-    pub fn of(ready: &Arc<Ready>) -> Self {
+    fn of(ready: &Arc<Ready>) -> Self {
         ready.leads.store(true, Ordering::Relaxed);
         Leads(ready.clone())
     }
@@ -80,8 +90,109 @@ impl Drop for Leads {
     }
 }
 
+/// A server that has begun.
+pub struct Server {
+    pub listener: TcpListener,
+    pub client: Client,
+    pub stop: Stop,
+    pub tasks: JoinSet<()>,
+}
+
+impl Server {
+    /// What every design begins with. What can fail at once does so before anything is served. `missing` is what readiness lacks.
+    pub async fn begin(
+        common: &Common,
+        certificate: &Arc<Certificate>,
+        missing: impl Fn() -> Option<&'static str> + Clone + Send + Sync + 'static,
+    ) -> Result<Self, Box<dyn Error>> {
+        let metrics = serve::http::install_metrics(DROPPED_LINES)?;
+        let http = program::bind_http(common.http_endpoint)?;
+        let listener = program::bind(common.bind_address, common.port)?;
+        let (chain, key) = (common.tls_cert.clone(), common.tls_key.clone());
+        certificate.load(&chain, &key)?;
+        let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
+        let stop = Stop::watch()?;
+        let mut tasks = JoinSet::new();
+        tasks.spawn(certificate.clone().follow(chain, key, FILES_EVERY));
+        tasks.spawn(certificate.clone().tell_end(CERTIFICATE_ENDS));
+        tasks.spawn(serve::http::probes(http, metrics, missing));
+        Ok(Server { listener, client, stop, tasks })
+    }
+
+    /// The lease of that name, for this replica.
+    pub fn lease(&self, common: &Common, name: &str) -> Lease {
+        Lease::new(self.client.clone(), &common.namespace, name, &common.pod_name, Times::default())
+    }
+
+    /// The driver's name, as soon as it answers; from then on it is told whether it is ready. None where a signal came first.
+    pub async fn driver_name(&mut self, driver: &Driver, ready: &Arc<Ready>) -> io::Result<Option<String>> {
+        let name = tokio::select! {
+            name = identity::name(&driver.channel) => name,
+            () = self.stop.asked() => return Ok(None),
+        };
+        tracing::info!(driver = name, address = %self.listener.local_addr()?, "serving");
+        let (driver, ready) = (driver.clone(), ready.clone());
+        self.tasks.spawn(async move {
+            let tell = |is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed);
+            identity::watch(&driver.channel, tell).await;
+        });
+        Ok(Some(name))
+    }
+
+    /// Serves until a signal, then does what is left to do and lets requests end. Ends with an error when a task of its own
+    /// does: then it would only seem to work.
+    pub async fn serve(
+        mut self,
+        config: Arc<ServerConfig>,
+        router: Router,
+        what: &str,
+        at_end: impl Future<Output = ()>,
+    ) -> Result<(), Box<dyn Error>> {
+        let graceful = GracefulShutdown::new();
+        tokio::select! {
+            () = answer(self.listener, config, router, &graceful) => {
+                return Err(format!("{what} takes no more connections: see the log").into());
+            }
+            _ = self.tasks.join_next() => return Err("a task ended unexpectedly: see the log".into()),
+            () = self.stop.asked() => {}
+        }
+        tokio::join!(at_end, drain(graceful));
+        Ok(())
+    }
+
+    /// The same of a replica that does some work as long as it is elected.
+    pub async fn serve_elected<W: Future<Output = ()> + Send>(
+        mut self,
+        ready: Arc<Ready>,
+        lease: Lease,
+        work: impl Fn() -> W + Send + Sync + 'static,
+        router: Router,
+        what: &str,
+    ) -> Result<(), Box<dyn Error>> {
+        let election = self.tasks.spawn({
+            let (lease, ready) = (lease.clone(), ready.clone());
+            async move {
+                let work = || {
+                    let (leads, work) = (Leads::of(&ready), work());
+                    async move {
+                        let _leads = leads;
+                        work.await;
+                    }
+                };
+                lease.lead(work).await;
+            }
+        });
+        let at_end = async {
+            ready.is_stopping.store(true, Ordering::Relaxed);
+            election.abort();
+            lease.release().await;
+        };
+        self.serve(ready.certificate.clone().server_config(), router, what, at_end).await
+    }
+}
+
 /// Answers HTTP over TLS, in the versions 1.1 and 2.
-pub async fn answer(
+async fn answer(
     listener: TcpListener,
     config: Arc<ServerConfig>,
     router: Router,
@@ -114,7 +225,7 @@ pub async fn answer(
 }
 
 /// Lets requests under way end, for a while.
-pub async fn drain(graceful: GracefulShutdown) {
+async fn drain(graceful: GracefulShutdown) {
     tracing::info!("stopping");
     if tokio::time::timeout(DRAIN, graceful.shutdown()).await.is_err() {
         tracing::warn!("requests are still open, leaving them");

@@ -12,6 +12,7 @@ mod faults;
 mod mock;
 mod output;
 mod random;
+mod tls;
 
 use std::error::Error;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! Files that a run writes at its end.
+//! Files that a run writes at its end, and reads of an earlier run.
 
 use std::io::Write;
 use std::path::Path;
@@ -19,6 +19,13 @@ pub(crate) fn check(path: &Path) -> Result<(), String> {
         Err(errno) => errno.desc(),
     };
     Err(format!("{} cannot be written: {why}", path.display()))
+}
+
+/// Reads what `--compare` names.
+pub(crate) fn before<T: serde::de::DeserializeOwned>(path: &Path, what: &str) -> Result<T, String> {
+    let failed = |why: &dyn std::fmt::Display| format!("--compare {}: {why}", path.display());
+    let text = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
+    serde_json::from_str(&text).map_err(|error| failed(&format!("no {what}: {error}")))
 }
 
 /// Writes a whole file, or leaves the one that is there.

@@ -258,10 +258,14 @@ impl User {
         Answer { code, kind, retry, warning, flow, body: String::from_utf8(body.to_vec()).expect("text") }
     }
 
+    /// The same with a text that is JSON, or should be.
+    pub async fn post_json(&self, query: &str, text: &str) -> Answer {
+        self.post(query, &[("content-type", "application/json")], text.as_bytes()).await
+    }
+
     /// Asks, and returns the code and the object or Status.
     pub async fn ask(&self, spec: Value) -> (u16, Value) {
-        let json = ("content-type", "application/json");
-        let answer = self.post("", &[json], object(spec).to_string().as_bytes()).await;
+        let answer = self.post_json("", &object(spec).to_string()).await;
         (answer.code, answer.json())
     }
 

@@ -20,7 +20,6 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tonic::transport::Channel;
 
 pub const AUDIENCE: &str = "cbt-earlier";
 /// The host in the certificate.
@@ -57,6 +56,35 @@ impl World {
     /// The same with a change to both objects first.
     pub async fn snapshot_with(&self, name: &str, handle: &str, change: impl FnOnce(&mut Value, &mut Value)) {
         scene::snapshot(&self.api, &self.driver, &self.namespace, (name, handle), change).await;
+    }
+
+    /// Makes a VolumeSnapshot that was taken at that second.
+    pub async fn snapshot_taken_at(&self, name: &str, handle: &str, second: i64) {
+        let change = |_: &mut Value, content: &mut Value| {
+            content["status"]["creationTime"] = json!(second * 1_000_000_000);
+        };
+        self.snapshot_with(name, handle, change).await;
+    }
+
+    /// Makes a VolumeSnapshot that is not ready to use.
+    pub async fn snapshot_unready(&self, name: &str, handle: &str) {
+        let change = |snapshot: &mut Value, content: &mut Value| {
+            snapshot["status"]["readyToUse"] = json!(false);
+            content["status"]["readyToUse"] = json!(false);
+        };
+        self.snapshot_with(name, handle, change).await;
+    }
+
+    /// Makes the VolumeSnapshots `monday`, which the driver knows as `s0`, and `tuesday`, its `s1`.
+    pub async fn two_snapshots(&self) {
+        self.snapshot("monday", "s0").await;
+        self.snapshot("tuesday", "s1").await;
+    }
+
+    /// The same, and a DifferentialSnapshot `walk` of them.
+    pub async fn ask_of_two(&self) {
+        self.two_snapshots().await;
+        self.ask("walk", Some("monday"), "tuesday").await;
     }
 
     /// Makes a DifferentialSnapshot.
@@ -125,6 +153,13 @@ impl World {
         let program = self.start_unready(more).await;
         program.ready().await;
         program
+    }
+
+    /// Starts it with those flags: the program, the token of a user, and where that DifferentialSnapshot is asked about.
+    pub async fn serves(&self, name: &str, more: &[&str]) -> (Program, String, String) {
+        let program = self.start(more).await;
+        let token = self.user("user").await;
+        (program, token, self.url(name).await)
     }
 
     pub async fn start_unready(&self, more: &[&str]) -> Program {
@@ -207,6 +242,19 @@ impl Program {
         }
     }
 
+    /// Waits until only the election is missing.
+    pub async fn waits_for_election(&self) {
+        let deadline = Instant::now() + Duration::from_secs(90);
+        loop {
+            match self.readiness().await {
+                (503, what) if what == "another replica is elected\n" => return,
+                (200, _) => panic!("two replicas are ready"),
+                other => assert!(Instant::now() < deadline, "it says {other:?}\n{}", self.running.log()),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// What the readiness probe gets; 0 where nobody listens.
     pub async fn readiness(&self) -> (u16, String) {
         readiness(self.http).await
@@ -222,11 +270,6 @@ impl Program {
         (self.ip, self.port).into()
     }
 
-    /// The gRPC service on its socket.
-    pub async fn grpc(&self) -> DifferentialSnapshotClient<Channel> {
-        DifferentialSnapshotClient::new(crate::channel(&self.socket).await)
-    }
-
     /// A page of two handles.
     pub async fn page(
         &self,
@@ -234,15 +277,18 @@ impl Program {
         target: &str,
         start: &str,
         max_entries: u64,
+        parameters: &[(&str, &str)],
     ) -> Result<proto::differential::DifferentialSnapshotResponse, tonic::Status> {
         let request = DifferentialSnapshotRequest {
             snapshot_base: base.into(),
             snapshot_target: target.into(),
             start_offset: start.into(),
             max_entries,
+            parameters: parameters.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect(),
             ..Default::default()
         };
-        self.grpc().await.get_differential_snapshot(request).await.map(tonic::Response::into_inner)
+        let mut client = DifferentialSnapshotClient::new(crate::channel(&self.socket).await);
+        client.get_differential_snapshot(request).await.map(tonic::Response::into_inner)
     }
 
     /// A connection over TLS with these protocols on offer.
@@ -311,7 +357,7 @@ pub fn https(ca: &str, host: &str, at: SocketAddr) -> reqwest::Client {
 }
 
 /// The begin of a TLS client's configuration that trusts this CA.
-pub fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
+fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
     let provider = Arc::new(rustls::crypto::ring::default_provider());

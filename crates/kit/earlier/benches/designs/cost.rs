@@ -148,7 +148,7 @@ fn size(bytes: f64) -> String {
     }
 }
 
-fn seconds(seconds: f64) -> String {
+pub fn seconds(seconds: f64) -> String {
     match seconds {
         seconds if seconds < 1.0 => format!("{:.1} ms", seconds * 1e3),
         seconds => format!("{seconds:.1} s"),

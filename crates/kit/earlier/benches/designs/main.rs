@@ -15,23 +15,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use csi_client::delta_of;
-use hyper_util::rt::TokioIo;
 use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::kubernetes::GetMetadataDeltaRequest as KubernetesDeltaRequest;
-use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient as KubernetesClient;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
-use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
 use testkit::bench::{Process, record};
 use testkit::earlier::aggregation::object;
-use testkit::earlier::world::{World, https, trusting};
-use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
-use tonic::transport::{Endpoint, Uri};
+use testkit::earlier::world::{World, https};
+use testkit::gateway::world::Client;
 
-use cost::Watched;
+use cost::{Watched, seconds};
 use driver::{BLOCK, handle, offset};
 use stage::{GATEWAY, Stage};
 
@@ -71,14 +66,8 @@ async fn compare(world: &World, sizes: &[u64]) {
     world.snapshot("base", "base").await;
     for blocks in sizes.iter().chain([&10]) {
         let name = handle(*blocks);
-        if world
-            .api
-            .objects("VolumeSnapshot", Some(&world.namespace))
-            .get_opt(&name)
-            .await
-            .expect("get")
-            .is_none()
-        {
+        let snapshots = world.api.objects("VolumeSnapshot", Some(&world.namespace));
+        if snapshots.get_opt(&name).await.expect("get").is_none() {
             world.snapshot(&name, &name).await;
         }
     }
@@ -117,20 +106,14 @@ async fn compare(world: &World, sizes: &[u64]) {
                 Design::Driver => "-".to_owned(),
                 _ => format!("{:.1} x", time.as_secs_f64() / stream.get_or_insert(time).as_secs_f64()),
             };
-            println!("| {} | {} | {beside} | {calls} | {} |", design.name(), shown(time), cost.cells());
-            record(&blocks.to_string(), design.name(), &shown(time), &beside, "", true);
+            let shown = seconds(time.as_secs_f64());
+            println!("| {} | {shown} | {beside} | {calls} | {} |", design.name(), cost.cells());
+            record(&blocks.to_string(), design.name(), &shown, &beside, "", true);
         }
     }
     println!("\nIn 10 s in which nobody asks, the parts and the API server by themselves: {idle}");
     let load = std::fs::read_to_string("/proc/loadavg").expect("loadavg");
     println!("Load of the machine in the end: {}", load.split(' ').take(3).collect::<Vec<_>>().join(" "));
-}
-
-fn shown(time: Duration) -> String {
-    match time.as_secs_f64() {
-        seconds if seconds < 1.0 => format!("{:.1} ms", seconds * 1e3),
-        seconds => format!("{seconds:.1} s"),
-    }
 }
 
 #[derive(Clone, Copy)]
@@ -206,21 +189,8 @@ impl Stage<'_> {
     }
 
     async fn stream(&self, target: String, told: &mut Told) -> u64 {
-        let mut tls = trusting(&self.gateway_ca).with_no_client_auth();
-        tls.alpn_protocols = vec![b"h2".to_vec()];
-        let (connector, at) = (TlsConnector::from(Arc::new(tls)), self.to_gateway.at);
-        let connector = tower::service_fn(move |_: Uri| {
-            let connector = connector.clone();
-            async move {
-                let stream = TcpStream::connect(at).await?;
-                stream.set_nodelay(true)?;
-                let host = ServerName::try_from(GATEWAY).expect("a name");
-                connector.connect(host, stream).await.map(TokioIo::new)
-            }
-        });
-        // TLS is the connector's.
-        let channel = Endpoint::from_static("http://gateway.test").connect_with_connector(connector).await;
-        let mut client = KubernetesClient::new(channel.expect("connect"));
+        let client = Client::connect(self.to_gateway.at.port(), GATEWAY, &self.gateway_ca).await;
+        let mut client = client.expect("connect").0;
         let request = KubernetesDeltaRequest {
             security_token: self.token.clone(),
             namespace: self.world.namespace.clone(),

@@ -45,7 +45,6 @@ const DATA: &str = "data";
 
 /// Answers users.
 pub struct Api {
-    /// A client of the API server.
     pub client: Client,
     /// What users may.
     pub reviews: Reviews,
@@ -68,7 +67,6 @@ pub fn bound(qps: NonZeroU32, burst: NonZeroU32) -> DefaultKeyedRateLimiter<Stri
     RateLimiter::keyed(Quota::per_second(qps).allow_burst(burst))
 }
 
-/// The routes.
 pub fn router(api: Arc<Api>) -> Router {
     let objects = get(not_served).post(create).put(not_served).patch(not_served).delete(not_served);
     let version = format!("/apis/{GROUP}/{VERSION}");

@@ -135,24 +135,16 @@ async fn all(client: &Client) -> kube::Result<Vec<DriverDiscovery>> {
 /// Why a cbt-http has given no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The object cannot be used.
     #[error("its DriverDiscovery cannot be used: {0}")]
     Object(String),
     /// The token of this server cannot be read.
     #[error("the aggregated API server has no token for cbt-http: see its log")]
     Token,
-    /// No server answers there.
     #[error("cbt-http does not answer: try again")]
     Away,
     /// It says no: its reason and its message.
     #[error("{reason}: {message}")]
-    Refused {
-        /// As in a Status.
-        reason: String,
-        /// For people.
-        message: String,
-    },
-    /// It says something else.
+    Refused { reason: String, message: String },
     #[error("invalid response from cbt-http: {0}")]
     Broken(String),
 }

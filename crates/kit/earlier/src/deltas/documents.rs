@@ -59,7 +59,6 @@ pub fn discovery() -> Value {
     })
 }
 
-/// The schema of the kind.
 fn schema() -> Value {
     let text = |about: &str| json!({"type": "string", "description": about});
     let number =

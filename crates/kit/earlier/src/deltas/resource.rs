@@ -9,7 +9,6 @@ use serve::snapshots::{NAME_MAX, is_object_name};
 use super::wire::Block;
 use crate::refusal::Refusal;
 
-/// Its API group.
 pub const GROUP: &str = "cbt.storage.k8s.io";
 pub const VERSION: &str = "v1alpha1";
 pub const KIND: &str = "VolumeSnapshotDelta";

@@ -2,7 +2,7 @@
 //! from ListSnapshotDeltas on its socket; and that gives the data of a block for a token.
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,24 +17,19 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use csi_client::identity;
 use futures_util::StreamExt;
-use hyper_util::server::graceful::GracefulShutdown;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use proto::deltas::snapshot_deltas_server::SnapshotDeltasServer;
 use serde_json::{Value, json};
-use serve::lease::{Lease, Times};
 use serve::listen::{Calls, OpenCall};
-use serve::program::{self, Stop};
 use serve::questions::ask;
 use serve::reviews::{Object, Reviews};
-use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::io::ReaderStream;
-use tonic::transport::{Channel, Server};
+use tonic::transport::{Channel, Server as Grpc};
 use tonic::{Code, Status};
 
 use super::discovery::{self, DATA, DriverDiscovery};
@@ -45,7 +40,7 @@ use crate::CbtHttp as Arguments;
 use crate::driver::{Blocks, Driver};
 use crate::refusal::Refusal;
 use crate::request::bearer;
-use crate::server::{self, Leads, METRICS, Ready};
+use crate::server::{METRICS, Ready, Server};
 
 /// Where pages are asked for.
 pub const PATH: &str = "/v1alpha1/deltas";
@@ -184,30 +179,19 @@ impl Sidecar {
     }
 }
 
-/// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
+/// Serves until a signal.
 pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let common = arguments.common;
     let ready = Arc::new(Ready::default());
-    let mut tasks = JoinSet::new();
-    // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics(server::DROPPED_LINES)?;
-    let http = program::bind_http(common.http_endpoint)?;
-    let listener = program::bind(common.bind_address, common.port)?;
     let socket = arguments.socket.path().to_owned();
     let (grpc, _socket) = serve::socket::bind(&socket)
         .await
         .map_err(|error| format!("listen on {} (--socket): {error}", arguments.socket))?;
-    ready.certificate.load(&common.tls_cert, &common.tls_key)?;
-    let (chain, key) = (common.tls_cert.clone(), common.tls_key.clone());
-    tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
-    tasks.spawn(ready.certificate.clone().tell_end(server::CERTIFICATE_ENDS));
-    let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
-    let key_file = arguments.data_token_key.clone();
-    if let Some(key) = &key_file {
-        Tokens::new(key, "", arguments.data_token_ttl)?;
-    }
-    let stop = Stop::watch()?;
-
+    let key_file = arguments.data_token_key.as_deref();
+    let tokens_of =
+        |driver: &str| key_file.map(|key| Tokens::new(key, driver, arguments.data_token_ttl)).transpose();
+    // What is wrong with it is said before the driver is there.
+    tokens_of("")?;
     let is_published = Arc::new(AtomicBool::default());
     let missing = {
         let (ready, is_published) = (ready.clone(), is_published.clone());
@@ -216,60 +200,32 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
             ready.missing().or_else(|| (!is_published.load(Ordering::Relaxed)).then(unpublished))
         }
     };
-    tasks.spawn(serve::http::probes(http, metrics, missing));
-
+    let mut server = Server::begin(&common, &ready.certificate, missing).await?;
     let driver = Driver::at(arguments.csi_address.path());
-    let driver_name = tokio::select! {
-        name = identity::name(&driver.channel) => name,
-        () = stop.asked() => return Ok(()),
-    };
-    tracing::info!(driver = driver_name, address = %listener.local_addr()?, "serving");
-    tasks.spawn({
-        let (driver, ready) = (driver.clone(), ready.clone());
-        async move {
-            let tell = |is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed);
-            identity::watch(&driver.channel, tell).await;
-        }
-    });
-    let tokens = match &key_file {
-        Some(key) => Some(Tokens::new(key, &driver_name, arguments.data_token_ttl)?),
-        None => None,
-    };
+    let Some(driver_name) = server.driver_name(&driver, &ready).await? else { return Ok(()) };
+    let tokens = tokens_of(&driver_name)?;
     let lists = Lists { driver: driver.clone(), block_size: arguments.block_size, tokens: tokens.clone() };
     let lists = SnapshotDeltasServer::new(lists).max_encoding_message_size(MAX_MESSAGE);
-    tasks.spawn(async move {
+    server.tasks.spawn(async move {
         let served =
-            Server::builder().add_service(lists).serve_with_incoming(UnixListenerStream::new(grpc)).await;
+            Grpc::builder().add_service(lists).serve_with_incoming(UnixListenerStream::new(grpc)).await;
         tracing::error!(?served, "the service ListSnapshotDeltas has ended");
     });
     let publisher = Arc::new(Publisher {
-        client: client.clone(),
+        client: server.client.clone(),
         driver_name: driver_name.clone(),
         place: match (arguments.url, arguments.service) {
             (Some(url), _) => json!({"url": url}),
             (None, Some(service)) => json!({"service": service.json()}),
             (None, None) => return Err("either --url or --service is needed".into()),
         },
-        bundle: arguments.ca_bundle.unwrap_or(common.tls_cert),
+        bundle: arguments.ca_bundle.unwrap_or_else(|| common.tls_cert.clone()),
         is_published,
     });
     let lease = arguments.lease.unwrap_or_else(|| format!("cbt-http-{driver_name}"));
-    let lease = Lease::new(client.clone(), &common.namespace, &lease, &common.pod_name, Times::default());
-    let election = tasks.spawn({
-        let (lease, ready) = (lease.clone(), ready.clone());
-        async move {
-            let work = || {
-                let (leads, publisher) = (Leads::of(&ready), publisher.clone());
-                async move {
-                    let _leads = leads;
-                    publisher.run().await;
-                }
-            };
-            lease.lead(work).await;
-        }
-    });
+    let lease = server.lease(&common, &lease);
     let sidecar = Arc::new(Sidecar {
-        reviews: Reviews::new(client, common.review_cache, METRICS)?,
+        reviews: Reviews::new(server.client.clone(), common.review_cache, METRICS)?,
         audience: arguments.audience,
         driver_name,
         driver,
@@ -279,30 +235,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         page_timeout: arguments.page_timeout,
         places: Semaphore::new(usize::from(common.max_requests)),
     });
-    let graceful = GracefulShutdown::new();
-    serve_until(listener, &ready, sidecar, &graceful, &mut tasks, stop.asked()).await?;
-    ready.is_stopping.store(true, Ordering::Relaxed);
-    election.abort();
-    tokio::join!(lease.release(), server::drain(graceful));
-    Ok(())
-}
-
-async fn serve_until(
-    listener: TcpListener,
-    ready: &Ready,
-    sidecar: Arc<Sidecar>,
-    graceful: &GracefulShutdown,
-    tasks: &mut JoinSet<()>,
-    stop: impl Future<Output = ()>,
-) -> Result<(), Box<dyn Error>> {
-    let config = ready.certificate.clone().server_config();
-    tokio::select! {
-        () = server::answer(listener, config, router(sidecar), graceful) => {
-            Err("cbt-http takes no more connections: see the log".into())
-        }
-        _ = tasks.join_next() => Err("a task ended unexpectedly: see the log".into()),
-        () = stop => Ok(()),
-    }
+    let work = move || publisher.clone().run();
+    server.serve_elected(ready, lease, work, router(sidecar), "cbt-http").await
 }
 
 /// The name of a driver's DriverDiscovery. Names of drivers may have capitals, names of objects have none.
@@ -323,9 +257,9 @@ struct Publisher {
 
 impl Publisher {
     /// Works until it is dropped.
-    async fn run(&self) {
+    async fn run(self: Arc<Self>) {
         loop {
-            let wait = match self.publish(&self.bundle).await {
+            let wait = match self.publish().await {
                 Ok(()) => {
                     self.is_published.store(true, Ordering::Relaxed);
                     EVERY
@@ -340,8 +274,9 @@ impl Publisher {
     }
 
     /// Applied by this author. What a person has written over it stays, and is an error here.
-    async fn publish(&self, bundle: &Path) -> Result<(), String> {
-        let bundle = std::fs::read(bundle).map_err(|error| format!("read {}: {error}", bundle.display()))?;
+    async fn publish(&self) -> Result<(), String> {
+        let bundle = std::fs::read(&self.bundle)
+            .map_err(|error| format!("read {}: {error}", self.bundle.display()))?;
         let mut config = self.place.clone();
         config["caBundle"] = json!(STANDARD.encode(bundle));
         let name = object_name(&self.driver_name);

@@ -30,7 +30,6 @@ const LATER: Duration = Duration::from_secs(60);
 
 /// What the status depends on besides the objects.
 pub struct Controller {
-    /// A client of the API server.
     pub client: Client,
     /// The CSI driver whose snapshots it answers for.
     pub driver_name: String,
@@ -95,7 +94,7 @@ impl Controller {
         let uid = meta.uid.clone().unwrap_or_default();
         let resolved = resource::resolve(&self.client, &self.driver_name, namespace, &object.spec).await;
         if !matches!(resolved, Err(Unresolved::NotYet(_))) {
-            locked(waiting).remove(&uid);
+            waiting.lock().remove(&uid);
         }
         let (wanted, again) = match resolved {
             Ok(_) => {
@@ -109,7 +108,8 @@ impl Controller {
                 let generation = meta.generation.unwrap_or(0);
                 let now = Instant::now();
                 let since = {
-                    let mut waiting = locked(waiting);
+                    // Nothing panics while it holds the lock.
+                    let mut waiting = waiting.lock();
                     let begun = waiting.entry(uid).or_insert((generation, now));
                     if begun.0 != generation {
                         *begun = (generation, now);
@@ -141,11 +141,6 @@ impl Controller {
         }
         Ok(Action::requeue(again))
     }
-}
-
-fn locked(waiting: &Waiting) -> parking_lot::MutexGuard<'_, HashMap<String, (i64, Instant)>> {
-    // Nothing panics while it holds the lock.
-    waiting.lock()
 }
 
 fn failed(error: String) -> State {

@@ -34,7 +34,6 @@ use super::resource::{self, DifferentialSnapshot, GROUP, PLURAL, Pair, Unresolve
 
 /// Answers users.
 pub struct Listener {
-    /// A client of the API server.
     pub client: Client,
     /// Who asks, and what they may.
     pub reviews: Reviews,
@@ -117,7 +116,6 @@ impl From<DifferentialSnapshotResponse> for Page {
     }
 }
 
-/// The routes.
 pub fn router(listener: Arc<Listener>) -> Router {
     Router::new()
         .route("/{namespace}/{name}", get(page))

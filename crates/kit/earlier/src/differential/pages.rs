@@ -20,7 +20,6 @@ const MAX_RESULTS: u32 = 4096;
 /// Allocated tuples that are skipped before a new stream is opened further on.
 const FAR: usize = 4096;
 
-/// Makes pages.
 pub struct Pages {
     /// Whose tuples they are made from.
     pub driver: Driver,

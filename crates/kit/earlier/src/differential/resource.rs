@@ -11,7 +11,6 @@ use tonic::{Code, Status};
 
 use crate::server::METRICS;
 
-/// Its API group.
 pub const GROUP: &str = "differential.cbt.storage.k8s.io";
 pub const VERSION: &str = "v1alpha1";
 pub const PLURAL: &str = "differentialsnapshots";

@@ -8,6 +8,7 @@ use kube::api::DeleteParams;
 use proto::BlockMetadataType;
 use serde_json::{Value, json};
 use testkit::api_server::kube_programs;
+use testkit::eventually;
 
 use crate::aggregation::{Aggregation, BLOCK, create, entries, object, snapshots};
 use crate::driver::{Driver, Volume};
@@ -25,17 +26,12 @@ fn blocks(volume: &Volume, base: Option<&str>, target: &str) -> Vec<(u64, u64)> 
     indexes.into_iter().map(|index| (index * BLOCK, BLOCK)).collect()
 }
 
-pub async fn two_snapshots(world: &World) {
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-}
-
 pub fn pair() -> Value {
     json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday"})
 }
 
 /// Runs kubectl as the administrator.
-fn kubectl(world: &World, arguments: &[&str], input: &str) -> Output {
+pub fn kubectl(world: &World, arguments: &[&str], input: &str) -> Output {
     let programs = kube_programs(&["kubectl"]);
     let mut child = Command::new(programs.join("kubectl"))
         .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
@@ -55,7 +51,7 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     let volume = Volume::small();
     let expected = blocks(&volume, Some("s0"), "s1");
     let _driver = Driver::start(&world.driver, &world.csi, volume);
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let run = |arguments: &[&str], input: &str| {
         let output = kubectl(&world, arguments, input);
@@ -118,7 +114,7 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
 
 pub async fn other_versions_of_the_group_keep_working_beside_it(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let services = world.api.objects("SnapshotMetadataService", None);
     let service = |name: &str| {
         json!({
@@ -157,9 +153,7 @@ pub async fn other_versions_of_the_group_keep_working_beside_it(world: World) {
         services.get(name).await.expect("the CRD's object");
     }
     aggregation.end().await;
-    while versions().await != ["v1beta1"] {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    eventually("the APIService is gone", async || versions().await == ["v1beta1"]).await;
     for name in [&before, &beside] {
         services.delete(name, &DeleteParams::default()).await.expect("the CRD's object");
     }
@@ -200,11 +194,9 @@ pub async fn entries_together_are_the_stream(world: World) {
 }
 
 pub async fn limits_are_bounded_and_blocks_are_counted(world: World) {
-    let snapshots_of = [("s0".to_owned(), vec![0; 2000]), ("s1".to_owned(), vec![1; 2000])].into();
-    let volume =
-        Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 2000, snapshots: snapshots_of };
+    let volume = Volume::pair(vec![0; 2000], vec![1; 2000]);
     let _driver = Driver::start(&world.driver, &world.csi, volume);
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     for (limit, expected) in [
@@ -241,18 +233,14 @@ pub async fn limits_are_bounded_and_blocks_are_counted(world: World) {
 }
 
 pub async fn nothing_of_it_is_in_etcd(world: World) {
-    let volume = Volume::small();
-    let _driver = Driver::start(&world.driver, &world.csi, volume);
-    two_snapshots(&world).await;
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let before = world.api.revision().await;
-    let mut pages = 0;
     for limit in [1, 2, 256] {
         assert_eq!(user.walk(Some("monday"), "tuesday", 0, limit).await.len(), 3);
-        pages += 1;
     }
-    assert_eq!(pages, 3);
     let marker = format!("marker-{}", world.namespace);
     world.api.namespace(&marker).await;
     let written = world.api.written_since(before, &marker).await;
@@ -270,18 +258,9 @@ pub async fn nothing_of_it_is_in_etcd(world: World) {
 
 pub async fn mistakes_get_the_errors_that_users_expect(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    let taken_at = |second: i64| {
-        move |_: &mut Value, content: &mut Value| {
-            content["status"]["creationTime"] = json!(second * 1_000_000_000);
-        }
-    };
-    world.snapshot_with("monday", "s0", taken_at(100)).await;
-    world.snapshot_with("tuesday", "s1", taken_at(200)).await;
-    let unready = |snapshot: &mut Value, content: &mut Value| {
-        snapshot["status"]["readyToUse"] = json!(false);
-        content["status"]["readyToUse"] = json!(false);
-    };
-    world.snapshot_with("late", "s0", unready).await;
+    world.snapshot_taken_at("monday", "s0", 100).await;
+    world.snapshot_taken_at("tuesday", "s1", 200).await;
+    world.snapshot_unready("late", "s0").await;
     let other = |_: &mut Value, content: &mut Value| {
         content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
     };
@@ -347,7 +326,7 @@ pub async fn mistakes_get_the_errors_that_users_expect(world: World) {
 
 pub async fn contents_are_negotiated(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let text = object(pair()).to_string();
@@ -386,7 +365,6 @@ pub async fn contents_are_negotiated(world: World) {
     let mut more = object(pair());
     more["spec"]["speed"] = json!("high");
     let more = more.to_string();
-    let json = [("content-type", "application/json")];
     for (query, code, warning) in [
         ("", 201, "299 - \"unknown field \\\"spec.speed\\\"\""),
         ("?fieldValidation=Ignore", 201, ""),
@@ -395,15 +373,15 @@ pub async fn contents_are_negotiated(world: World) {
         ("?dryRun=All", 201, "299 - \"unknown field \\\"spec.speed\\\"\""),
         ("?dryRun=Some", 400, ""),
     ] {
-        let answer = user.post(query, &json, more.as_bytes()).await;
+        let answer = user.post_json(query, &more).await;
         assert_eq!((answer.code, answer.warning.as_str()), (code, warning), "{query}: {}", answer.body);
     }
     let mut elsewhere = object(pair());
     elsewhere["metadata"]["namespace"] = json!("default");
-    let answer = user.post("", &json, elsewhere.to_string().as_bytes()).await;
+    let answer = user.post_json("", &elsewhere.to_string()).await;
     assert_eq!(answer.code, 400, "{}", answer.body);
     let long = format!("{{\"a\": \"{}\"}}", "x".repeat(2 << 20));
-    let answer = user.post("", &json, long.as_bytes()).await;
+    let answer = user.post_json("", &long).await;
     assert_eq!((answer.code, &answer.json()["reason"]), (413, &json!("RequestEntityTooLarge")));
     aggregation.end().await;
 }
@@ -411,20 +389,15 @@ pub async fn contents_are_negotiated(world: World) {
 pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
     let mut random = fastrand::Rng::with_seed(7);
     let content: Vec<u8> = (0..300).map(|_| random.u8(..2)).collect();
-    let snapshots_of = [("s0".to_owned(), vec![0; 300]), ("s1".to_owned(), content)].into();
-    let volume =
-        Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 300, snapshots: snapshots_of };
+    let volume = Volume::pair(vec![0; 300], content);
     let expected = blocks(&volume, Some("s0"), "s1");
     let mut driver = Some(Driver::start(&world.driver, &world.csi, volume.clone()));
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let (aggregation, server, http) = Aggregation::start(&world).await;
     let second = aggregation.server("second", &[]).await;
     aggregation.route(&[&server, &second]).await;
     let mut waits = aggregation.sidecar_unready("waits", &[]);
-    while waits.readiness().await.1 != "another replica is elected\n" {
-        assert_ne!(waits.readiness().await.0, 200, "two are elected");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    waits.waits_for_election().await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let (mut servers, mut https) = (vec![server, second], vec![http]);
     let (mut told, mut offset, mut page, mut failed) = (Vec::new(), 0, 0, 0);

@@ -1,17 +1,15 @@
 //! Promise: who may ask for a VolumeSnapshotDelta, for data and by what secrets, and how often.
 
-use std::time::{Duration, Instant};
-
 use serde_json::{Value, json};
 
-use crate::aggregated::{pair, two_snapshots};
+use crate::aggregated::pair;
 use crate::aggregation::{Aggregation, create, data, entries, object, snapshots};
 use crate::driver::{Driver, Volume};
 use crate::world::{Program, World};
 
 pub async fn users_get_what_their_rights_allow(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let other = format!("{}-other", world.namespace);
     world.api.namespace(&other).await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
@@ -45,7 +43,7 @@ pub async fn users_get_what_their_rights_allow(world: World) {
 
 pub async fn secrets_are_for_those_who_may_read_them(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let ns = &world.namespace;
     let metadata = json!({"name": "keys", "namespace": ns});
     let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"password": "p4ssw0rd"}});
@@ -71,9 +69,7 @@ pub async fn secrets_are_for_those_who_may_read_them(world: World) {
         "{answer}"
     );
     world.api.allow(ns, ns, "aggregated", json!([read])).await;
-    while with.ask(spec.clone()).await.0 != 201 {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    testkit::eventually("the server may read it", async || with.ask(spec.clone()).await.0 == 201).await;
     assert_eq!(driver.secrets.lock().unwrap().last(), Some(&("password".to_owned(), "p4ssw0rd".to_owned())));
     let (code, answer) = without.ask(spec.clone()).await;
     assert_eq!(code, 403, "{answer}");
@@ -87,7 +83,7 @@ pub async fn secrets_are_for_those_who_may_read_them(world: World) {
 
 pub async fn only_the_front_proxy_may_say_who_a_user_is(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let (aggregation, server, _http) = Aggregation::start(&world).await;
     let pair_of =
         |name: &str| Some((world.api.file(&format!("{name}.crt")), world.api.file(&format!("{name}.key"))));
@@ -128,7 +124,7 @@ pub async fn only_the_front_proxy_may_say_who_a_user_is(world: World) {
 
 pub async fn each_user_has_a_rate_of_its_own(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let aggregation = Aggregation::begin(&world).await;
     let _http = aggregation.sidecar("http", &[]).await;
     // A second one comes after a second; the pause makes the test no slower, for nobody waits.
@@ -137,10 +133,9 @@ pub async fn each_user_has_a_rate_of_its_own(world: World) {
     let hasty = aggregation.user("hasty", json!([create(), snapshots(&[])])).await;
     let calm = aggregation.user("calm", json!([create(), snapshots(&[])])).await;
     let text = object(pair()).to_string();
-    let json = [("content-type", "application/json")];
     let mut refused = Vec::new();
     for _ in 0..12 {
-        let answer = hasty.post("", &json, text.as_bytes()).await;
+        let answer = hasty.post_json("", &text).await;
         match answer.code {
             201 => {}
             429 => refused.push(answer),
@@ -157,7 +152,7 @@ pub async fn each_user_has_a_rate_of_its_own(world: World) {
 
 pub async fn creates_have_a_priority_level_of_their_own(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let path = format!("{}/deploy/components/aggregated/priority.yaml", testkit::HOME);
     for document in std::fs::read_to_string(&path).expect("the manifest").split("\n---\n") {
@@ -166,23 +161,19 @@ pub async fn creates_have_a_priority_level_of_their_own(world: World) {
     let schemas = world.api.objects("FlowSchema", None);
     let uid = schemas.get("cbt-earlier-aggregated").await.expect("the FlowSchema").metadata.uid;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
-    let (text, json) = (object(pair()).to_string(), [("content-type", "application/json")]);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    loop {
-        let answer = user.post("", &json, text.as_bytes()).await;
+    let text = object(pair()).to_string();
+    testkit::eventually("creates are counted to their FlowSchema", async || {
+        let answer = user.post_json("", &text).await;
         assert!(!answer.flow.is_empty(), "priority and fairness is off");
-        if answer.code == 201 && Some(answer.flow) == uid {
-            break;
-        }
-        assert!(Instant::now() < deadline, "creates are counted to another FlowSchema");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+        answer.code == 201 && Some(&answer.flow) == uid.as_ref()
+    })
+    .await;
     aggregation.end().await;
 }
 
 pub async fn data_tokens_are_for_those_who_may_have_data(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.two_snapshots().await;
     let aggregation = Aggregation::begin(&world).await;
     let key = world.dir.path().join("key");
     std::fs::write(&key, [7; 32]).expect("write");

@@ -1,7 +1,7 @@
 //! Promise: cbt-http is found by the DriverDiscovery that it writes, gives pages to the aggregated API server alone, and the data
 //! of a block for a good token.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -10,7 +10,7 @@ use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use rcgen::KeyPair;
 use serde_json::{Value, json};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, PoolKind, Rig, eventually};
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -34,26 +34,9 @@ async fn post(program: &Program, token: Option<&str>, body: &str) -> (u16, Value
 
 /// GET of a block's data.
 async fn bytes(program: &Program, token: &str) -> (u16, Vec<u8>) {
-    let request = format!(
-        "GET {PATH}/data HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n"
-    );
-    let (code, head, body) = program.exchange(program.connect(&["http/1.1"]).await, &request).await;
-    let is_chunked = head.contains("transfer-encoding: chunked");
-    (code, if is_chunked { unchunked(&body) } else { body })
-}
-
-fn unchunked(mut body: &[u8]) -> Vec<u8> {
-    let mut whole = Vec::new();
-    loop {
-        let end = body.windows(2).position(|bytes| bytes == b"\r\n").expect("a chunk");
-        let length =
-            usize::from_str_radix(std::str::from_utf8(&body[..end]).expect("text"), 16).expect("hex");
-        if length == 0 {
-            return whole;
-        }
-        whole.extend(&body[end + 2..end + 2 + length]);
-        body = &body[end + 4 + length..];
-    }
+    let url = format!("https://{}{PATH}/data", program.address);
+    let answer = program.https(program.at()).get(url).bearer_auth(token).send().await.expect("an answer");
+    (answer.status().as_u16(), answer.bytes().await.expect("a body").to_vec())
 }
 
 async fn discovery(world: &World, name: &str, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
@@ -134,9 +117,7 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
         assert_ne!(http.readiness().await.0, 200, "ready and not to be found");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    while !http.running.log().contains("conflict") {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    eventually("the conflict is in the log", async || http.running.log().contains("conflict")).await;
     let found = discovery(&world, &world.driver, "there", |object| !object.is_null()).await;
     assert_eq!(found["spec"]["clientConfig"], config);
 }
@@ -322,20 +303,12 @@ pub async fn data_is_given_for_good_tokens_alone(mut world: World) {
     assert_eq!(bytes(&twin, &good).await.0, 200);
     let status = user.status(json!({"targetVolumeSnapshotName": "tuesday"})).await;
     let short = token(&status["changedBlocks"][0]);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let refused = loop {
-        assert!(Instant::now() < deadline, "a token of one second is good for a minute");
-        let (code, body) = bytes(&twin, &short).await;
-        if code != 200 {
-            break (code, String::from_utf8_lossy(&body).into_owned());
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    };
-    assert!(refused.0 == 401 && refused.1.contains("expired"), "{refused:?}");
+    eventually("a token of one second has expired", async || bytes(&twin, &short).await.0 != 200).await;
+    let (code, body) = bytes(&twin, &short).await;
+    let body = String::from_utf8_lossy(&body);
+    assert!(code == 401 && body.contains("expired"), "{code}: {body}");
     let foreign = aggregation.sidecar_unready("foreign", &[&template, &other_key]);
-    while foreign.readiness().await.1 != "another replica is elected\n" {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    foreign.waits_for_election().await;
     assert_eq!(bytes(&foreign, &good).await.0, 401, "another key's token");
     // What is gone cannot be read, with a token that is still good.
     rig.client.delete_snapshot(&target).await.expect("DeleteSnapshot");

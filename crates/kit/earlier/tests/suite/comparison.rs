@@ -35,14 +35,10 @@ async fn delete(world: &World, name: &str) {
 
 pub async fn a_cut_connection_ends_the_work_and_the_same_place_goes_on(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    for (name, handle) in [("monday", "s0"), ("tuesday", "s1"), ("slow", "slow")] {
-        world.snapshot(name, handle).await;
-    }
-    world.ask("walk", Some("monday"), "tuesday").await;
+    world.ask_of_two().await;
+    world.snapshot("slow", "slow").await;
     world.ask("slow", None, "slow").await;
-    let program = world.start(&ONE).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    let (program, token, url) = world.serves("walk", &ONE).await;
     world.url("slow").await;
     let (_, _, first) = program.get(&format!("{url}?maxEntries=1"), Some(&token)).await;
     let next = first["NextOffset"].as_str().expect("a place");
@@ -64,9 +60,8 @@ pub async fn a_cut_connection_ends_the_work_and_the_same_place_goes_on(world: Wo
 
 pub async fn a_create_that_is_cut_off_ends_at_every_part(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    for (name, handle) in [("monday", "s0"), ("tuesday", "s1"), ("slow", "slow")] {
-        world.snapshot(name, handle).await;
-    }
+    world.two_snapshots().await;
+    world.snapshot("slow", "slow").await;
     let aggregation = Aggregation::begin(&world).await;
     let _http = aggregation.sidecar("http", &ONE).await;
     let server = aggregation.server("server", &ONE).await;
@@ -102,12 +97,8 @@ pub async fn a_create_that_is_cut_off_ends_at_every_part(world: World) {
 
 pub async fn a_snapshot_deleted_midway_ends_a_walk_and_a_new_one_is_told_apart(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, three());
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    world.ask_of_two().await;
+    let (program, token, url) = world.serves("walk", &[]).await;
     let (_, _, first) = program.get(&format!("{url}?maxEntries=1"), Some(&token)).await;
     let rest = format!("{url}?startOffset={}", first["NextOffset"].as_str().expect("a place"));
     let refused = async |code: u16, with: &str| {
@@ -129,8 +120,7 @@ pub async fn a_snapshot_deleted_midway_ends_a_walk_and_a_new_one_is_told_apart(w
 
 pub async fn an_index_goes_on_in_another_snapshot_of_the_same_name(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, three());
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
+    world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let mut spec =
@@ -157,9 +147,7 @@ pub async fn silent_clients_are_ended_and_hold_nobody_up(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
     world.snapshot("monday", "s0").await;
     world.ask("full", None, "monday").await;
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("full").await;
+    let (program, token, url) = world.serves("full", &[]).await;
     let (mut bare, mut half) = (Vec::new(), Vec::new());
     for _ in 0..SILENT {
         bare.push(TcpStream::connect(program.at()).await.expect("connect"));

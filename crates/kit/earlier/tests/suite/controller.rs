@@ -19,8 +19,7 @@ fn is_failed(with: &'static str) -> impl Fn(&Value) -> bool {
 
 pub async fn snapshots_that_exist_give_a_url(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, volume());
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
+    world.two_snapshots().await;
     // One is there before the controller, one comes later.
     world.ask("both", Some("monday"), "tuesday").await;
     let program = world.start(&[]).await;
@@ -57,13 +56,8 @@ pub async fn what_does_not_exist_fails_until_it_does(world: World) {
 
 pub async fn pairs_that_do_not_fit_fail(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, volume());
-    let taken_at = |second: i64| {
-        move |_: &mut Value, content: &mut Value| {
-            content["status"]["creationTime"] = json!(second * 1_000_000_000);
-        }
-    };
-    world.snapshot_with("first", "s0", taken_at(100)).await;
-    world.snapshot_with("second", "s1", taken_at(200)).await;
+    world.snapshot_taken_at("first", "s0", 100).await;
+    world.snapshot_taken_at("second", "s1", 200).await;
     world
         .snapshot_with("of-another-volume", "s2", |_, content| {
             content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
@@ -130,11 +124,7 @@ pub async fn the_status_follows_another_target_and_a_deletion(world: World) {
 
 pub async fn snapshots_that_are_not_ready_are_waited_for(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, volume());
-    let unready = |snapshot: &mut Value, content: &mut Value| {
-        snapshot["status"]["readyToUse"] = json!(false);
-        content["status"]["readyToUse"] = json!(false);
-    };
-    world.snapshot_with("late", "s0", unready).await;
+    world.snapshot_unready("late", "s0").await;
     let program = world.start(&["--ready-timeout=3s"]).await;
     let token = world.user("user").await;
     world.ask("waits", None, "late").await;

@@ -24,9 +24,14 @@ pub struct Volume {
 impl Volume {
     /// Snapshots `s0` and `s1`: blocks 1, 2 and 5 of 8 differ; of them 2 and 5 are holes in `s1`.
     pub fn small() -> Self {
-        let snapshots = [("s0", [7, 7, 7, 0, 7, 7, 0, 0]), ("s1", [7, 8, 0, 0, 7, 0, 0, 0])];
-        let snapshots = snapshots.map(|(handle, content)| (handle.to_owned(), content.to_vec())).into();
-        Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 8, snapshots }
+        Volume::pair(vec![7, 7, 7, 0, 7, 7, 0, 0], vec![7, 8, 0, 0, 7, 0, 0, 0])
+    }
+
+    /// Snapshots `s0` and `s1` with this content.
+    pub fn pair(s0: Vec<u8>, s1: Vec<u8>) -> Self {
+        let blocks = s0.len() as u64;
+        let snapshots = [("s0".to_owned(), s0), ("s1".to_owned(), s1)].into();
+        Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks, snapshots }
     }
 
     /// Random snapshots `s0`, `s1` and on.

@@ -1,9 +1,6 @@
 //! The goals of the first draft, each a test, with the real driver where the goal is about drivers: changes between any pair
 //! of snapshots, also from deleted ones, at the granularity of a device block, with several block sizes, optional for drivers.
 
-use std::collections::HashMap;
-
-use proto::differential::DifferentialSnapshotRequest;
 use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 use tonic::Code;
@@ -24,24 +21,14 @@ async fn walk(
     target: &str,
     parameters: &[(&str, &str)],
 ) -> Result<(Vec<(u64, u64, bool)>, u64), tonic::Status> {
-    let parameters: HashMap<_, _> =
-        parameters.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect();
-    let (mut all, mut start_offset) = (Vec::new(), String::new());
+    let (mut all, mut start) = (Vec::new(), String::new());
     loop {
-        let request = DifferentialSnapshotRequest {
-            snapshot_base: base.into(),
-            snapshot_target: target.into(),
-            start_offset,
-            max_entries: 3,
-            parameters: parameters.clone(),
-            ..Default::default()
-        };
-        let page = program.grpc().await.get_differential_snapshot(request).await?.into_inner();
+        let page = program.page(base, target, &start, 3, parameters).await?;
         all.extend(page.change_block_list.iter().map(|block| (block.offset, block.size, block.zero_out)));
         if page.next_offset.is_empty() {
             return Ok((all, page.volume_size));
         }
-        start_offset = page.next_offset;
+        start = page.next_offset;
     }
 }
 
@@ -102,9 +89,7 @@ pub async fn changes_from_a_deleted_snapshot_or_all(mut world: World) {
     // Where the driver keeps nothing of it, that is said, or all data has changed, as the user wants it.
     rig.terminate();
     rig.start_again_with(&["--retain-deleted", "0"]).await;
-    while !rig.retained().is_empty() {
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    testkit::eventually("nothing is retained", async || rig.retained().is_empty()).await;
     program.ready().await;
     let refused = walk(&program, &base, &target, &[]).await.expect_err("a base that is gone");
     assert_eq!(refused.code(), Code::NotFound);
@@ -149,9 +134,7 @@ pub async fn drivers_need_not_serve_it(world: World) {
     let _driver = Driver::start_with(&world.driver, &world.csi, None);
     world.snapshot("monday", "s0").await;
     world.ask("walk", None, "monday").await;
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    let (program, token, url) = world.serves("walk", &[]).await;
     let (code, _, body) = program.get(&url, Some(&token)).await;
     assert_eq!((code, &body["reason"]), (501, &serde_json::Value::from("NotImplemented")));
 }

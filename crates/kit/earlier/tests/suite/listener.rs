@@ -11,19 +11,10 @@ use crate::driver::{Driver, Volume};
 use crate::walk::tuples;
 use crate::world::{AUDIENCE, World};
 
-/// Two snapshots, and a DifferentialSnapshot `walk` of them.
-async fn two_snapshots(world: &World) {
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
-}
-
 pub async fn a_good_token_gets_a_page_and_no_token_gets_403(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    world.ask_of_two().await;
+    let (program, token, url) = world.serves("walk", &[]).await;
     let (code, head, page) = program.get(&url, Some(&token)).await;
     assert_eq!(code, 200, "{page}");
     assert!(
@@ -61,10 +52,8 @@ pub async fn a_good_token_gets_a_page_and_no_token_gets_403(world: World) {
 
 pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
-    let program = world.start(&[]).await;
-    let good = world.user("user").await;
-    let url = world.url("walk").await;
+    world.ask_of_two().await;
+    let (program, good, url) = world.serves("walk", &[]).await;
     let ns = &world.namespace;
     let account = world.api.objects("ServiceAccount", Some(ns)).get("user").await.expect("the account");
     let uid = account.metadata.uid.expect("a uid");
@@ -124,7 +113,7 @@ pub fn sign(
 
 pub async fn a_user_gets_what_its_rights_allow(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.ask_of_two().await;
     world.ask("full", None, "tuesday").await;
     let other = format!("{}-other", world.namespace);
     world.api.namespace(&other).await;
@@ -172,7 +161,7 @@ pub async fn a_user_gets_what_its_rights_allow(world: World) {
 pub async fn bad_requests_get_an_error_that_says_what_is_wrong(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
     driver.volume.lock().unwrap().snapshots.insert("s2".into(), vec![9; 8]);
-    two_snapshots(&world).await;
+    world.ask_of_two().await;
     world.snapshot("wednesday", "s2").await;
     world.ask("later", Some("monday"), "wednesday").await;
     world.ask("full", None, "tuesday").await;
@@ -180,9 +169,7 @@ pub async fn bad_requests_get_an_error_that_says_what_is_wrong(world: World) {
     world.ask_with("from-8192", start).await;
     let parameters = json!({"targetVolumeSnapshotName": "tuesday", "parameters": {"speed": "high"}});
     world.ask_with("unknown-parameter", parameters).await;
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    let (program, token, url) = world.serves("walk", &[]).await;
     let get = async |what: &str| {
         let (code, _, body) = program.get(&url.replace("walk", what), Some(&token)).await;
         (code, body)
@@ -228,14 +215,12 @@ pub async fn bad_requests_get_an_error_that_says_what_is_wrong(world: World) {
 
 pub async fn a_driver_that_is_away_or_broken_is_reported(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    two_snapshots(&world).await;
+    world.ask_of_two().await;
     for (name, handle) in [("shuffled", "out-of-order"), ("large", "too-long"), ("unknown", "forgotten")] {
         world.snapshot(name, handle).await;
         world.ask(name, None, name).await;
     }
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    let (program, token, url) = world.serves("walk", &[]).await;
     let get = async |what: &str| {
         let (code, _, body) = program.get(&url.replace("walk", what), Some(&token)).await;
         (code, body["message"].as_str().unwrap_or_default().to_owned())
@@ -249,9 +234,7 @@ pub async fn a_driver_that_is_away_or_broken_is_reported(world: World) {
     drop(driver);
     let (code, message) = get("walk").await;
     assert!(code == 503 && message.contains("does not answer on its socket"), "{code} {message}");
-    while program.readiness().await.0 == 200 {
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    testkit::eventually("it is not ready", async || program.readiness().await.0 != 200).await;
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
     program.ready().await;
     assert_eq!(get("walk").await.0, 200);
@@ -261,9 +244,7 @@ pub async fn requests_at_once_are_bounded(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
     world.snapshot("slow", "slow").await;
     world.ask("slow", None, "slow").await;
-    let program = world.start(&["--max-requests=1", "--page-timeout=5s"]).await;
-    let token = world.user("user").await;
-    let url = world.url("slow").await;
+    let (program, token, url) = world.serves("slow", &["--max-requests=1", "--page-timeout=5s"]).await;
     let (one, other) = tokio::join!(program.get(&url, Some(&token)), program.get(&url, Some(&token)));
     let (done, refused) = if one.0 == 429 { (other, one) } else { (one, other) };
     assert_eq!((done.0, refused.0), (504, 429), "{done:?} {refused:?}");

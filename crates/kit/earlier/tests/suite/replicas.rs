@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use kube::Api;
 use nix::sys::signal::Signal;
-use proto::BlockMetadataType;
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
 use tokio::sync::watch;
@@ -22,20 +21,14 @@ pub async fn the_replica_that_is_not_elected_is_not_ready_and_takes_over(world: 
     let volume = Volume::small();
     let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
     let _driver = Driver::start(&world.driver, &world.csi, volume);
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
+    world.ask_of_two().await;
     let mut one = world.start(&[]).await;
     let mut two = Program::start(&world, "two", &one.kubeconfig, &[]);
     let token = world.user("user").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
     let url = world.url("walk").await;
     let (_, _, first) = one.get(&format!("{url}?maxEntries=1"), Some(&token)).await;
     assert_eq!(tuples(&first), expected[..1]);
-    // Only the election is missing.
-    while two.readiness().await.1 != "another replica is elected\n" {
-        assert_ne!(two.readiness().await.0, 200, "two replicas are ready");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    two.waits_for_election().await;
     assert_eq!((two.readiness().await.0, one.readiness().await.0), (503, 200));
     one.running.kill();
     two.ready().await;
@@ -265,21 +258,7 @@ async fn two_changes(
     let mut gaps = Vec::new();
     for (number, name, signal) in [(1, "two", Signal::SIGKILL), (2, "three", Signal::SIGTERM)] {
         let next = start(name).await;
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            match next.readiness().await {
-                (503, what) if what == "another replica is elected\n" => break,
-                (200, _) => panic!("two replicas are ready"),
-                other => {
-                    assert!(
-                        Instant::now() < deadline,
-                        "the next replica says {other:?}\n{}",
-                        next.running.log()
-                    )
-                }
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
+        next.waits_for_election().await;
         load.add(&next);
         load.at_work().await;
         let before = lease(world).await;
@@ -332,18 +311,17 @@ async fn two_changes(
     assert!(failed[0] > 0, "nobody asked while no replica was ready");
 }
 
-fn many() -> Volume {
-    let snapshots = [("s0".to_owned(), vec![1; 100]), ("s1".to_owned(), vec![2; 100])].into();
-    Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 100, snapshots }
+/// A volume of which all has changed, and the tuples that say it.
+fn many() -> (Volume, Vec<(u64, u64)>) {
+    let volume = Volume::pair(vec![1; 100], vec![2; 100]);
+    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    (volume, expected)
 }
 
 pub async fn requests_fail_in_the_readiness_gap_alone(world: World) {
-    let volume = many();
-    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    let (volume, expected) = many();
     let _driver = Driver::start(&world.driver, &world.csi, volume);
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
+    world.ask_of_two().await;
     let one = world.start(&[]).await;
     let (token, kubeconfig) = (world.user("user").await, one.kubeconfig.clone());
     let pages = Pages::Differential(format!("/{}/walk", world.namespace));
@@ -352,8 +330,7 @@ pub async fn requests_fail_in_the_readiness_gap_alone(world: World) {
 }
 
 pub async fn requests_of_cbt_http_fail_in_the_readiness_gap_alone(world: World) {
-    let volume = many();
-    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    let (volume, expected) = many();
     let _driver = Driver::start(&world.driver, &world.csi, volume);
     let sidecars = Aggregation::apart(&world).await;
     let one = sidecars.sidecar_unready("one", &[]);
@@ -386,12 +363,9 @@ async fn page_of(program: &Program, path: &str, token: &str, at: &str) -> (Value
 }
 
 pub async fn a_walk_of_pages_goes_on_whatever_is_killed(world: World) {
-    let volume = many();
-    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    let (volume, expected) = many();
     let mut driver = Driver::start(&world.driver, &world.csi, volume.clone());
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
+    world.ask_of_two().await;
     let mut program = world.start(&[]).await;
     let (token, path) = (world.user("user").await, format!("/{}/walk", world.namespace));
     world.url("walk").await;
@@ -430,12 +404,9 @@ pub async fn walks_go_on_after_the_api_server_and_etcd_are_killed(shared: World)
     let api = Arc::new(api);
     let world = World::new(api.clone(), "walks_go_on_after_the_api_server_and_etcd_are_killed").await;
     drop(shared);
-    let volume = many();
-    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    let (volume, expected) = many();
     let _driver = Driver::start(&world.driver, &world.csi, volume);
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
+    world.ask_of_two().await;
     // Reviews are not remembered, so that every page needs the API server.
     let program = world.start(&["--review-cache=0s"]).await;
     let (token, path) = (world.user("user").await, format!("/{}/walk", world.namespace));

@@ -1,12 +1,8 @@
 //! Promise: the pages of a walk together are the driver's stream, each costs what it holds, and the API server sees none of it.
 
-use std::io::Write;
-use std::process::{Command, Stdio};
-
-use proto::BlockMetadataType;
 use serde_json::Value;
-use testkit::api_server::kube_programs;
 
+use crate::aggregated::kubectl;
 use crate::driver::{Driver, Volume};
 use crate::world::{AUDIENCE, Program, World};
 
@@ -21,7 +17,7 @@ pub fn tuples(page: &Value) -> Vec<(u64, u64)> {
 async fn walk(program: &Program, base: &str, target: &str, start: &str, size: u64) -> Vec<(u64, u64, bool)> {
     let (mut all, mut at) = (Vec::new(), start.to_owned());
     loop {
-        let page = program.page(base, target, &at, size).await.expect("a page");
+        let page = program.page(base, target, &at, size, &[]).await.expect("a page");
         let blocks = &page.change_block_list;
         assert!(blocks.len() as u64 == size || page.next_offset.is_empty(), "a page of {}", blocks.len());
         all.extend(blocks.iter().map(|block| (block.offset, block.size, block.zero_out)));
@@ -33,27 +29,16 @@ async fn walk(program: &Program, base: &str, target: &str, start: &str, size: u6
 }
 
 pub async fn a_user_walks_two_pages_with_kubectl(world: World) {
-    let programs = kube_programs(&["kubectl"]);
     let volume = Volume::small();
     let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
     let _driver = Driver::start(&world.driver, &world.csi, volume);
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
+    world.two_snapshots().await;
     let program = world.start(&[]).await;
     world.user("user").await;
     let kubectl = |arguments: &[&str], input: &str| {
-        let mut child = Command::new(programs.join("kubectl"))
-            .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
-            .arg(format!("--namespace={}", world.namespace))
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .expect("kubectl");
-        child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("write");
-        let output = child.wait_with_output().expect("wait");
-        assert!(output.status.success(), "kubectl {arguments:?}");
+        let output = kubectl(&world, arguments, input);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "kubectl {arguments:?}: {error}");
         String::from_utf8(output.stdout).expect("text").trim().to_owned()
     };
     let spec = serde_json::json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday"});
@@ -134,9 +119,7 @@ pub async fn a_page_begins_where_the_one_before_ended(world: World) {
     for at in (0..2_000).step_by(100).chain([19_999]) {
         changed[at] = 2;
     }
-    let snapshots = [("s0".to_owned(), held), ("s1".to_owned(), changed)].into();
-    let volume = Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 20_000, snapshots };
-    let driver = Driver::start(&world.driver, &world.csi, volume);
+    let driver = Driver::start(&world.driver, &world.csi, Volume::pair(held, changed));
     let program = world.start(&[]).await;
     assert_eq!(walk(&program, "s0", "s1", "", 10).await.len(), 21);
     let block = |at: i64| at * 4096;
@@ -152,14 +135,9 @@ pub async fn a_page_begins_where_the_one_before_ended(world: World) {
 }
 
 pub async fn nothing_of_a_walk_reaches_the_api_server(world: World) {
-    let volume = Volume::small();
-    let _driver = Driver::start(&world.driver, &world.csi, volume);
-    world.snapshot("monday", "s0").await;
-    world.snapshot("tuesday", "s1").await;
-    world.ask("walk", Some("monday"), "tuesday").await;
-    let program = world.start(&[]).await;
-    let token = world.user("user").await;
-    let url = world.url("walk").await;
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    world.ask_of_two().await;
+    let (program, token, url) = world.serves("walk", &[]).await;
     let account = format!("system:serviceaccount:{}:differential", world.namespace);
     let before = (world.read("walk").await, world.api.calls_of(&account).await);
     assert!(before.1.contains_key("patch differentialsnapshots"), "{before:?}");

@@ -19,7 +19,7 @@ const CHUNK: u64 = 1 << 20;
 /// A file that is written as the volume is. Dropped, it and its copies are removed.
 pub(super) struct Bare {
     dir: TempDir,
-    content: Content,
+    pub content: Content,
     size: u64,
 }
 
@@ -43,15 +43,11 @@ impl Bare {
     }
 
     pub fn file(&self) -> PathBuf {
-        self.dir.path().join("volume")
+        self.at("volume")
     }
 
-    fn copy_at(&self, name: &str) -> PathBuf {
+    fn at(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
-    }
-
-    pub fn content(&self) -> &Content {
-        &self.content
     }
 
     pub async fn write(&mut self, edits: Vec<Edit>) -> Result<(), Wrong> {
@@ -61,7 +57,7 @@ impl Bare {
 
     /// Copies the data of the file to another, and flushes it.
     pub async fn copy(&self, name: &str) -> Result<f64, Wrong> {
-        let (from, to, size) = (self.file(), self.copy_at(name), self.size);
+        let (from, to, size) = (self.file(), self.at(name), self.size);
         timed(move || {
             let source = File::open(&from)?;
             let target = File::create(to)?;
@@ -93,7 +89,7 @@ impl Bare {
 
     /// Reads these ranges in the file and in a copy.
     pub async fn read_both(&self, copy: &str, ranges: &Ranges) -> Result<f64, Wrong> {
-        let (one, other, ranges) = (self.file(), self.copy_at(copy), ranges.clone());
+        let (one, other, ranges) = (self.file(), self.at(copy), ranges.clone());
         timed(move || {
             let files = [File::open(one)?, File::open(other)?];
             let mut buffer = vec![0; CHUNK as usize];
@@ -111,7 +107,7 @@ impl Bare {
 
     /// Removes a copy, or the file itself.
     pub async fn remove(&self, name: &str) -> Result<f64, Wrong> {
-        let (dir, path) = (self.dir.path().to_owned(), self.copy_at(name));
+        let (dir, path) = (self.dir.path().to_owned(), self.at(name));
         timed(move || {
             std::fs::remove_file(path)?;
             File::open(dir)?.sync_all()
@@ -177,7 +173,7 @@ mod tests {
         bare.write(vec![Edit::Write { start: 300, count: 600, seed: 1 }]).await.expect("write");
         bare.copy("copy").await.expect("copy");
         let stop = base::Stop::default();
-        bare.content().compare(&bare.copy_at("copy"), size, &stop).expect("the same");
+        bare.content.compare(&bare.at("copy"), size, &stop).expect("the same");
         bare.read_both("copy", &blocks([300, 899])).await.expect("read");
         assert!(bare.read_both("copy", &blocks([size / BLOCK])).await.is_err(), "behind the end");
         bare.walk().await.expect("walk");

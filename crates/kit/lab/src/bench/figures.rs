@@ -29,6 +29,12 @@ impl Unit {
             Unit::Times => format!("{number:.2} x"),
         }
     }
+
+    /// The median of several runs, and from the least to the most.
+    pub fn spread(self, Spread { median, min, max, .. }: &Spread) -> String {
+        let [median, min, max] = [median, min, max].map(|number| self.text(*number));
+        format!("{median} ({min} to {max})")
+    }
 }
 
 fn bytes(number: f64) -> String {
@@ -191,22 +197,24 @@ impl Book {
         }
     }
 
+    /// Notes the first reason that there is.
+    fn missing(&mut self, spot: &Spot, kind: Why, why: impl fmt::Display) {
+        self.row(spot).missing.get_or_insert_with(|| Missing { kind, why: why.to_string() });
+    }
+
     pub fn failed(&mut self, spot: &Spot, why: impl fmt::Display) {
-        let missing = &mut self.row(spot).missing;
-        missing.get_or_insert_with(|| Missing { kind: Why::Failed, why: why.to_string() });
+        self.missing(spot, Why::Failed, why);
     }
 
     /// What a driver does in one run and does not in another has failed.
     pub fn left_out(&mut self, spot: &Spot, why: impl fmt::Display) {
-        let row = self.row(spot);
-        let kind = if row.samples.is_empty() { Why::LeftOut } else { Why::Failed };
-        row.missing.get_or_insert_with(|| Missing { kind, why: why.to_string() });
+        let kind = if self.row(spot).samples.is_empty() { Why::LeftOut } else { Why::Failed };
+        self.missing(spot, kind, why);
     }
 
     /// The driver's answers give no figure, in one run at least.
     pub fn no_figure(&mut self, spot: &Spot, why: impl fmt::Display) {
-        let missing = &mut self.row(spot).missing;
-        missing.get_or_insert_with(|| Missing { kind: Why::LeftOut, why: why.to_string() });
+        self.missing(spot, Why::LeftOut, why);
     }
 
     pub fn figures(&self) -> Vec<Figure> {
@@ -272,11 +280,7 @@ pub(super) struct Outcome {
 impl Outcome {
     /// Reads what `--json` or `--output json` wrote.
     pub fn read(path: &Path) -> Result<Self, String> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| format!("--compare {}: {error}", path.display()))?;
-        serde_json::from_str(&text).map_err(|error| {
-            format!("--compare {}: no result of cbt-lab bench --json: {error}", path.display())
-        })
+        crate::output::before(path, "result of cbt-lab bench --json")
     }
 
     pub fn is_good(&self) -> bool {

@@ -32,7 +32,7 @@ use super::{Done, Output};
 use crate::conformance::claims::Claims;
 use crate::conformance::content::at_rest;
 use crate::conformance::plugin::Plugin;
-use crate::conformance::{Storage, ask, remove_empty, run_name, signals};
+use crate::conformance::{Begun, Storage, remove_empty};
 use crate::output::{check, write};
 use figures::{Book, Conditions, Outcome, Verdict};
 use plan::Plan;
@@ -231,24 +231,11 @@ fn tell(arguments: &Arguments, before: &[Outcome], new: Option<Outcome>) -> Resu
 
 /// Measures the driver. None: interrupted before it began.
 async fn measure(arguments: &Arguments, endpoint: &Endpoint, plan: Plan) -> Result<Option<Outcome>, String> {
-    if !nix::unistd::geteuid().is_root() {
-        return Err("it needs root: it writes to block devices".into());
-    }
-    // Before anything is made that a signal could leave behind.
-    let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
     let controller = arguments.controller_endpoint.as_ref().unwrap_or(endpoint);
-    let (client, claims) = tokio::select! {
-        asked = ask(endpoint, controller, plan.patience) => asked?,
-        _ = signals.wait_for(|count| *count > 0) => return Ok(None),
-    };
-    let dir = tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir();
-    let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
-    let settings = arguments.storage.settings(dir.path(), plan.data)?;
-    let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
-    let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
-    let mut outcome = outcome(arguments, &claims, &plan);
+    let begun = arguments.storage.begin("bench", endpoint, controller, plan.data, plan.patience).await?;
+    let Some(Begun { plugin, signals, ours, dir }) = begun else { return Ok(None) };
+    let mut outcome = outcome(arguments, &plugin.claims, &plan);
     let began = Instant::now();
-    let plugin = Plugin::new(controller.path(), client, claims, settings, run_name("bench")?);
     live(&plugin, &plan, signals, &mut outcome).await;
     outcome.left_behind.extend(remove_empty(ours, dir));
     outcome.conditions.load[1] = load();
@@ -264,10 +251,7 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     let bare = bare.map(|dir| tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir_in(dir)).transpose();
     let bare = match bare {
         Ok(bare) => bare,
-        Err(error) => {
-            outcome.troubles.push(format!("--bare-dir: {error}"));
-            return;
-        }
+        Err(error) => return outcome.troubles.push(format!("--bare-dir: {error}")),
     };
     let plan = &Plan { bare_dir: bare.as_ref().map(|dir| dir.path().to_owned()), ..plan.clone() };
     let mut book = Book::default();
@@ -284,7 +268,7 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     at_rest(REST).await;
     tokio::select! {
         still = plugin.clean_up(plan.patience.min(Duration::from_secs(60))) => left = still,
-        _ = signals.wait_for(|count| *count >= 2) => left = plugin.ledger().names(),
+        _ = signals.wait_for(|count| *count >= 2) => left = plugin.ledger.names(),
     }
     if let Some(Err(error)) = bare.map(tempfile::TempDir::close) {
         left.push(format!("plain files: {error}"));

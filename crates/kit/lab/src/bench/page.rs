@@ -80,10 +80,9 @@ pub(super) fn page(results: &[Outcome]) -> String {
          <h1>{title}</h1>\n"
     );
     list(results, &mut out);
-    let plain = |spot: &&Spot| spot.snapshots.is_none();
     let all = spots(results);
     let of = |belongs: fn(&Spot) -> bool| -> Vec<&Spot> {
-        all.iter().copied().filter(plain).filter(|spot| belongs(spot)).collect()
+        all.iter().copied().filter(|spot| spot.snapshots.is_none() && belongs(spot)).collect()
     };
     let calls = of(|spot| spot.unit == Unit::Milliseconds && !spot.id.starts_with("pause-"));
     section(
@@ -135,13 +134,9 @@ pub(super) fn page(results: &[Outcome]) -> String {
 fn list(results: &[Outcome], out: &mut String) {
     out.push_str("<ul class=\"results\">\n");
     for (at, result) in results.iter().enumerate() {
-        let _ = write!(
-            out,
-            "<li><span class=\"mark\" style=\"background: {}\">{}</span>{}",
-            colour(at),
-            letter(at),
-            safe(&heading(result))
-        );
+        let (colour, letter, heading) = (colour(at), letter(at), safe(&heading(result)));
+        let _ =
+            write!(out, "<li><span class=\"mark\" style=\"background: {colour}\">{letter}</span>{heading}");
         let warnings = warnings(result);
         if !warnings.is_empty() {
             let bad = if result.verdict == Verdict::Right { "" } else { " bad" };
@@ -174,11 +169,6 @@ fn by_id<'s>(spots: &[&'s Spot]) -> Vec<Vec<&'s Spot>> {
     groups
 }
 
-fn spread_text(unit: Unit, spread: &Spread) -> String {
-    let text = |number| unit.text(number);
-    format!("{} ({} to {})", text(spread.median), text(spread.min), text(spread.max))
-}
-
 /// A chart a figure, with a bar for each size and result.
 fn charts(spots: &[&Spot], results: &[Outcome]) -> String {
     let mut out = String::new();
@@ -197,16 +187,12 @@ fn charts(spots: &[&Spot], results: &[Outcome]) -> String {
         let x = |number: f64| (number.max(0.0) / most * WIDTH).clamp(0.0, WIDTH);
         let (mut drawn, mut y) = (String::new(), 0.0);
         for (spot, at, figure) in rows {
-            let name = match spot.snapshots.is_some() || results.len() == 1 {
-                true => spot.place(),
-                false => format!("{} {}", letter(at), spot.place()),
-            };
-            let name = match results.len() > 1 && spot.snapshots.is_some() {
-                true => format!("{} {name}", letter(at)),
-                false => name,
+            let name = match results.len() {
+                1 => spot.place(),
+                _ => format!("{} {}", letter(at), spot.place()),
             };
             let (value, class) = match (&figure.measured, &figure.missing) {
-                (Some(measured), _) => (spread_text(spot.unit, measured), ""),
+                (Some(measured), _) => (spot.unit.spread(measured), ""),
                 (None, Some(missing)) => {
                     let text = missing.to_string();
                     let class = match missing.kind {
@@ -217,47 +203,42 @@ fn charts(spots: &[&Spot], results: &[Outcome]) -> String {
                 }
                 (None, None) => ("not measured".to_owned(), " class=\"soft\""),
             };
-            let (name, value) = (safe(&name), safe(&value));
+            let (name, value, line) = (safe(&name), safe(&value), y + 12.0);
             let _ = write!(
                 drawn,
-                "<text x=\"0\" y=\"{:.0}\" class=\"soft\">{name}</text><text x=\"{WIDTH}\" y=\"{:.0}\" text-anchor=\"end\"{class}>{value}</text>",
-                y + 12.0,
-                y + 12.0
+                "<text x=\"0\" y=\"{line:.0}\" class=\"soft\">{name}</text><text x=\"{WIDTH}\" y=\"{line:.0}\" text-anchor=\"end\"{class}>{value}</text>"
             );
             if let Some(measured) = &figure.measured {
+                let (top, middle, colour) = (y + 17.0, y + 22.0, colour(at));
+                let [median, min, max] = [measured.median, measured.min, measured.max].map(x);
+                let width = median.max(1.0);
                 let _ = write!(
                     drawn,
-                    "<rect x=\"0\" y=\"{:.0}\" width=\"{:.1}\" height=\"10\" rx=\"2\" fill=\"{}\"/><line class=\"spread\" x1=\"{:.1}\" x2=\"{:.1}\" y1=\"{:.0}\" y2=\"{:.0}\"/>",
-                    y + 17.0,
-                    x(measured.median).max(1.0),
-                    colour(at),
-                    x(measured.min),
-                    x(measured.max),
-                    y + 22.0,
-                    y + 22.0
+                    "<rect x=\"0\" y=\"{top:.0}\" width=\"{width:.1}\" height=\"10\" rx=\"2\" fill=\"{colour}\"/><line class=\"spread\" x1=\"{min:.1}\" x2=\"{max:.1}\" y1=\"{middle:.0}\" y2=\"{middle:.0}\"/>"
                 );
             }
             y += 30.0;
             if let Some(bare) = &figure.bare {
-                let text = format!("bare, {}: {}", bare.what, spread_text(spot.unit, &bare.measured));
+                let text = safe(&format!("bare, {}: {}", bare.what, spot.unit.spread(&bare.measured)));
+                let (top, width) = (y - 1.5, (x(bare.measured.median) - 1.0).max(1.0));
                 let _ = write!(
                     drawn,
-                    "<rect class=\"bare\" x=\".5\" y=\"{:.1}\" width=\"{:.1}\" height=\"5\"><title>{}</title></rect>",
-                    y - 1.5,
-                    (x(bare.measured.median) - 1.0).max(1.0),
-                    safe(&text)
+                    "<rect class=\"bare\" x=\".5\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"5\"><title>{text}</title></rect>"
                 );
                 y += 9.0;
             }
             y += 4.0;
         }
-        let what = safe(&group[0].what);
-        let _ = writeln!(
-            out,
-            "<figure><h3>{what}</h3><svg viewBox=\"0 0 {WIDTH} {y:.0}\" role=\"img\" aria-label=\"{what}\">{drawn}</svg></figure>"
-        );
+        out += &drawing(group[0], y, &drawn);
     }
     out
+}
+
+fn drawing(spot: &Spot, height: f64, drawn: &str) -> String {
+    let what = safe(&spot.what);
+    format!(
+        "<figure><h3>{what}</h3><svg viewBox=\"0 0 {WIDTH} {height:.0}\" role=\"img\" aria-label=\"{what}\">{drawn}</svg></figure>\n"
+    )
 }
 
 /// Points that belong to one result: place on the axis, and spread.
@@ -278,11 +259,7 @@ fn growth(spots: &[&Spot], results: &[Outcome], axis: impl Fn(&Spot) -> (u64, St
             .collect();
         let marks: Vec<(u64, String)> = group.iter().map(|spot| axis(spot)).collect();
         if let Some(drawn) = log_log(&lines, &marks, group[0].unit, results.len() > 1) {
-            let what = safe(&group[0].what);
-            let _ = writeln!(
-                out,
-                "<figure><h3>{what}</h3><svg viewBox=\"0 0 {WIDTH} 210\" role=\"img\" aria-label=\"{what}\">{drawn}</svg></figure>"
-            );
+            out += &drawing(group[0], 210.0, &drawn);
         }
     }
     out
@@ -309,25 +286,22 @@ fn log_log(lines: &[(usize, Line)], marks: &[(u64, String)], unit: Unit, letters
             (Unit::Milliseconds, number) => format!("{number} ms"),
             (unit, number) => unit.text(number),
         };
-        let at = y(number);
+        let (label, at, left) = (safe(&label), y(number), LEFT - 8.0);
+        let line = at + 4.0;
         let _ = write!(
             drawn,
-            "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/><text class=\"soft\" x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            LEFT - 8.0,
-            at + 4.0,
-            safe(&label)
+            "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/><text class=\"soft\" x=\"{left:.0}\" y=\"{line:.1}\" text-anchor=\"end\">{label}</text>"
         );
     }
     let mut written = f64::MIN;
     for (place, label) in marks {
         // Labels that would run into each other are left out.
-        if x(*place) - written >= 30.0 {
-            written = x(*place);
+        let (at, label) = (x(*place), safe(label));
+        if at - written >= 30.0 {
+            written = at;
             let _ = write!(
                 drawn,
-                "<text class=\"soft\" x=\"{:.1}\" y=\"202\" text-anchor=\"middle\">{}</text>",
-                x(*place),
-                safe(label)
+                "<text class=\"soft\" x=\"{at:.1}\" y=\"202\" text-anchor=\"middle\">{label}</text>"
             );
         }
     }
@@ -335,30 +309,23 @@ fn log_log(lines: &[(usize, Line)], marks: &[(u64, String)], unit: Unit, letters
         let (colour, name) = (colour(*at), letter(*at));
         let points: Vec<String> =
             line.iter().map(|(place, spread)| format!("{:.1},{:.1}", x(*place), y(spread.median))).collect();
+        let points = points.join(" ");
         let _ = write!(
             drawn,
-            "<polyline fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" points=\"{}\"/>",
-            points.join(" ")
+            "<polyline fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" points=\"{points}\"/>"
         );
         for (place, spread) in line {
             let label = marks.iter().find(|(mark, _)| mark == place).map_or("", |(_, label)| label);
-            let text = safe(&format!("{name}, {label}: {}", spread_text(unit, spread)));
+            let text = safe(&format!("{name}, {label}: {}", unit.spread(spread)));
+            let (x, [min, max, median]) = (x(*place), [spread.min, spread.max, spread.median].map(y));
             let _ = write!(
                 drawn,
-                "<line class=\"spread\" x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{1:.1}\" y2=\"{2:.1}\"/><circle cx=\"{0:.1}\" cy=\"{3:.1}\" r=\"4\" fill=\"{colour}\"><title>{text}</title></circle>",
-                x(*place),
-                y(spread.min),
-                y(spread.max),
-                y(spread.median)
+                "<line class=\"spread\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{min:.1}\" y2=\"{max:.1}\"/><circle cx=\"{x:.1}\" cy=\"{median:.1}\" r=\"4\" fill=\"{colour}\"><title>{text}</title></circle>"
             );
         }
         if let Some((place, spread)) = line.last().filter(|_| letters) {
-            let _ = write!(
-                drawn,
-                "<text x=\"{:.1}\" y=\"{:.1}\">{name}</text>",
-                x(*place) + 8.0,
-                y(spread.median) + 4.0
-            );
+            let (right, line) = (x(*place) + 8.0, y(spread.median) + 4.0);
+            let _ = write!(drawn, "<text x=\"{right:.1}\" y=\"{line:.1}\">{name}</text>");
         }
     }
     Some(drawn)
@@ -379,12 +346,8 @@ fn table(all: &[&Spot], results: &[Outcome], out: &mut String) {
     for spot in all {
         if place != spot.place() {
             place = spot.place();
-            let _ = writeln!(
-                out,
-                "<tr class=\"place\"><th colspan=\"{}\">{}</th></tr>",
-                1 + 3 * results.len(),
-                safe(&place)
-            );
+            let (columns, name) = (1 + 3 * results.len(), safe(&place));
+            let _ = writeln!(out, "<tr class=\"place\"><th colspan=\"{columns}\">{name}</th></tr>");
         }
         let _ = write!(out, "<tr><th scope=\"row\">{}</th>", safe(&spot.what));
         for result in results {
@@ -403,13 +366,8 @@ fn cells(spot: &Spot, figure: Option<&Figure>, out: &mut String) {
     let text = |number| safe(&spot.unit.text(number));
     match (&figure.measured, &figure.missing) {
         (Some(measured), _) => {
-            let _ = write!(
-                out,
-                "<td>{}</td><td><small>{} to {}</small></td>",
-                text(measured.median),
-                text(measured.min),
-                text(measured.max)
-            );
+            let [median, min, max] = [measured.median, measured.min, measured.max].map(text);
+            let _ = write!(out, "<td>{median}</td><td><small>{min} to {max}</small></td>");
         }
         (None, missing) => {
             let why = missing.as_ref().map_or("not measured".to_owned(), ToString::to_string);

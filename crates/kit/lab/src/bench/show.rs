@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use base::Quantity;
 
-use super::figures::{Figure, Outcome, Spot, Verdict, spots};
+use super::figures::{Figure, Outcome, Spot, Spread, Verdict, spots};
 
 /// The name of a result among several: A, B and so on.
 pub(super) fn letter(at: usize) -> String {
@@ -52,10 +52,8 @@ pub(super) fn warnings(result: &Outcome) -> Vec<String> {
     text.extend(result.left_behind.iter().map(|left| format!("left behind: {left}")));
     let busiest = result.conditions.load.into_iter().fold(0.0, f64::max);
     if busiest > result.conditions.cpus as f64 + 1.0 {
-        text.push(format!(
-            "the machine was busy: up to {busiest:.1} programs wanted its {} CPUs",
-            result.conditions.cpus
-        ));
+        let cpus = result.conditions.cpus;
+        text.push(format!("the machine was busy: up to {busiest:.1} programs wanted its {cpus} CPUs"));
     }
     text
 }
@@ -75,15 +73,11 @@ pub(super) fn text(results: &[Outcome]) -> String {
         if place != spot.place() {
             place = spot.place();
             let _ = write!(out, "\n{place:<54}");
-            match results {
-                [_] => {
-                    let _ = writeln!(out, "{:>12} {:>12} {:>12} {:>12}", "median", "min", "max", "bare");
-                }
-                _ => {
-                    let names: String = (0..results.len()).map(|at| format!("{:<36}", letter(at))).collect();
-                    let _ = writeln!(out, "{}", names.trim_end());
-                }
-            }
+            let names: String = match results {
+                [_] => ["median", "min", "max", "bare"].map(|name| format!("{name:>12}")).join(" "),
+                _ => (0..results.len()).map(|at| format!("{:<36}", letter(at))).collect(),
+            };
+            let _ = writeln!(out, "{}", names.trim_end());
         }
         let line = match results {
             [result] => alone(spot, result),
@@ -123,10 +117,7 @@ pub(super) fn cell(spot: &Spot, result: &Outcome) -> String {
             let text = missing.to_string();
             text.split(':').next().unwrap_or_default().to_owned()
         }
-        Some(Figure { measured: Some(measured), .. }) => {
-            let text = |number| spot.unit.text(number);
-            format!("{} ({} to {})", text(measured.median), text(measured.min), text(measured.max))
-        }
+        Some(Figure { measured: Some(measured), .. }) => spot.unit.spread(measured),
         Some(_) => "-".into(),
     }
 }
@@ -155,7 +146,7 @@ pub(super) fn csv(results: &[Outcome]) -> String {
     );
     for result in results {
         for figure in &result.figures {
-            let spread = |spread: Option<&super::figures::Spread>| match spread {
+            let spread = |spread: Option<&Spread>| match spread {
                 None => [String::new(), String::new(), String::new()],
                 Some(spread) => [spread.median, spread.min, spread.max].map(|number| number.to_string()),
             };
@@ -209,16 +200,5 @@ mod tests {
         let reason = "\"wrong answer, no figure: 4096 bytes, \"\"changed\"\"\"";
         assert!(delta.ends_with(&format!(",,,,,,{reason}")), "{delta}");
         assert!(delta.contains(",0,"), "no runs count: {delta}");
-    }
-
-    #[test]
-    fn several_are_side_by_side() {
-        let text = text(&[result("a.csi", true), result("b.csi", false)]);
-        let line = text.lines().find(|line| line.contains("DELTA")).expect("a line");
-        assert!(
-            line.contains("wrong answer, no figure") && line.contains("2.0 ms (1.0 ms to 3.0 ms)"),
-            "{line}"
-        );
-        assert!(text.starts_with("A: a.csi 1, ") && text.contains("\nB: b.csi 1, "), "{text}");
     }
 }

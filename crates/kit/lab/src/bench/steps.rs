@@ -1,7 +1,7 @@
 //! What a life is made of: a call that is timed, a stream that is judged, a copy that is held against what was written. Each puts
 //! its figure into the book.
 
-use std::future::Future;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use csi_client::{Question, block_capability};
@@ -85,16 +85,13 @@ impl Bench<'_> {
     }
 
     pub fn spot(&self, id: &str, what: &str, size: u64) -> Spot {
-        let spot = Spot { id: id.into(), what: what.into(), unit: Unit::Milliseconds, size, snapshots: None };
-        Spot {
-            unit: match id {
-                _ if id.starts_with("space-") => Unit::Bytes,
-                _ if id.starts_with("listed-") => Unit::Times,
-                "write-before" | "write-during" | "write-after" => Unit::WritesPerSecond,
-                _ => Unit::Milliseconds,
-            },
-            ..spot
-        }
+        let unit = match id {
+            _ if id.starts_with("space-") => Unit::Bytes,
+            _ if id.starts_with("listed-") => Unit::Times,
+            "write-before" | "write-during" | "write-after" => Unit::WritesPerSecond,
+            _ => Unit::Milliseconds,
+        };
+        Spot { id: id.into(), what: what.into(), unit, size, snapshots: None }
     }
 
     /// A delta, if the driver has them. What it lists for each byte that changed.
@@ -170,12 +167,8 @@ impl Bench<'_> {
             if before == Some(answer) {
                 self.claims_capacity = true;
                 let left = answer as f64;
-                let ours = self
-                    .plan
-                    .bare_dir
-                    .as_ref()
-                    .map(|dir| bare::space_of_same(dir, left, self.plan.data as f64));
-                return Some(left + ours.unwrap_or_default());
+                let ours = |dir: &PathBuf| bare::space_of_same(dir, left, self.plan.data as f64);
+                return Some(left + self.plan.bare_dir.as_ref().map_or(0.0, ours));
             }
             if began.elapsed() > STEADY {
                 return None;

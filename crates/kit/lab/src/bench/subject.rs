@@ -33,29 +33,25 @@ pub(super) struct Subject {
 /// Chunks of a volume that are written, spread at random.
 fn pieces(size: u64, bytes: u64, seed: u64) -> BTreeSet<u64> {
     let all = size / (PIECE * BLOCK);
-    let wanted = (bytes / (PIECE * BLOCK)).min(all);
-    let mut chosen = BTreeSet::new();
-    let mut place = 0;
-    while (chosen.len() as u64) < wanted {
-        place += 1;
-        let piece = random::at(seed, place) % all;
-        // Where most are taken, the next free one.
-        let free = (piece..all).chain(0..piece).find(|piece| !chosen.contains(piece));
-        chosen.extend(free);
-    }
-    chosen
+    chosen(all, bytes / (PIECE * BLOCK), seed)
 }
 
 /// A share of `data`, one block at least.
 fn some(data: &[u64], percent: f64, seed: u64) -> BTreeSet<u64> {
     let wanted = ((data.len() as f64 * percent / 100.0).round() as usize).clamp(1, data.len().max(1));
+    chosen(data.len() as u64, wanted as u64, seed).into_iter().map(|at| data[at as usize]).collect()
+}
+
+/// So many of the numbers below `all`, or all of them.
+fn chosen(all: u64, wanted: u64, seed: u64) -> BTreeSet<u64> {
     let mut chosen = BTreeSet::new();
     let mut place = 0;
-    while chosen.len() < wanted.min(data.len()) {
+    while (chosen.len() as u64) < wanted.min(all) {
         place += 1;
-        let at = (random::at(seed, place) % data.len() as u64) as usize;
-        let free = (at..data.len()).chain(0..at).find(|at| !chosen.contains(&data[*at]));
-        chosen.extend(free.map(|at| data[at]));
+        let number = random::at(seed, place) % all;
+        // Where most are taken, the next free one.
+        let free = (number..all).chain(0..number).find(|number| !chosen.contains(number));
+        chosen.extend(free);
     }
     chosen
 }

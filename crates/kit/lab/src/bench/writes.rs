@@ -93,13 +93,6 @@ impl Workload {
         Workload { enough, done, task }
     }
 
-    /// Ends it after the batch at hand.
-    pub async fn end(mut self) -> Result<Trace, Wrong> {
-        self.enough.store(true, Ordering::SeqCst);
-        let ended = (&mut self.task).await;
-        ended.unwrap_or_else(|error| Err(Wrong::new(format!("the workload failed: {error}"))))
-    }
-
     /// Lets it write for some time, and longer where no whole batch began and ended in it.
     pub async fn go_on(&self, time: Duration) {
         // The first of these may have begun before.
@@ -110,15 +103,18 @@ impl Workload {
         }
     }
 
-    /// The same, and ends it.
-    pub async fn end_after(self, time: Duration) -> Result<Trace, Wrong> {
+    /// The same, and ends it after the batch at hand.
+    pub async fn end_after(mut self, time: Duration) -> Result<Trace, Wrong> {
         self.go_on(time).await;
-        self.end().await
+        self.enough.store(true, Ordering::SeqCst);
+        let ended = (&mut self.task).await;
+        ended.unwrap_or_else(|error| Err(Wrong::new(format!("the workload failed: {error}"))))
     }
 }
 
 impl Trace {
-    fn pace(batches: &[&Batch]) -> Option<Pace> {
+    fn pace(&self, counts: impl Fn(&&Batch) -> bool) -> Option<Pace> {
+        let batches: Vec<&Batch> = self.batches.iter().filter(counts).collect();
         let (first, last) = (batches.first()?, batches.last()?);
         let seconds = (last.to - first.from).as_secs_f64();
         let slowest = batches.iter().map(|batch| batch.to - batch.from).max()?;
@@ -130,19 +126,17 @@ impl Trace {
 
     /// By the batches that ended before `time`.
     pub fn before(&self, time: Instant) -> Option<Pace> {
-        Self::pace(&self.batches.iter().filter(|batch| batch.to <= time).collect::<Vec<_>>())
+        self.pace(|batch| batch.to <= time)
     }
 
     /// By the batches that any moment from `from` to `to` falls in.
     pub fn during(&self, from: Instant, to: Instant) -> Option<Pace> {
-        let batches: Vec<&Batch> =
-            self.batches.iter().filter(|batch| batch.to > from && batch.from < to).collect();
-        Self::pace(&batches)
+        self.pace(|batch| batch.to > from && batch.from < to)
     }
 
     /// By the batches that began after `time`.
     pub fn after(&self, time: Instant) -> Option<Pace> {
-        Self::pace(&self.batches.iter().filter(|batch| batch.from >= time).collect::<Vec<_>>())
+        self.pace(|batch| batch.from >= time)
     }
 
     /// The blocks that were written after `time`, and not before.
@@ -163,7 +157,7 @@ impl Bench<'_> {
         let mut subject = self.subject(size, seed ^ 2, None).await?;
         let mut bare_pace = None;
         if let Some(bare) = &subject.bare {
-            let trace = Workload::begin(bare.file(), bare.content().clone(), seed).end_after(time).await?;
+            let trace = Workload::begin(bare.file(), bare.content.clone(), seed).end_after(time).await?;
             bare_pace = trace.before(Instant::now());
         }
         subject.bare = None;

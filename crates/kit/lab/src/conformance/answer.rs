@@ -1,5 +1,7 @@
 //! Answers of the two streams, read whole.
 
+use std::time::Duration;
+
 use tonic::Status;
 
 use super::ranges::Ranges;
@@ -33,6 +35,15 @@ pub(crate) struct Answer {
 impl Answer {
     /// Reads a stream to its end, whatever that is; `call` says which. An error only where it has none.
     pub async fn read(opened: Result<impl Messages, Status>, call: &str) -> Result<Self, Wrong> {
+        Self::read_slowly(opened, call, |_| Duration::ZERO).await
+    }
+
+    /// The same with a pause before each message, by how many were read.
+    pub async fn read_slowly(
+        opened: Result<impl Messages, Status>,
+        call: &str,
+        pause: impl Fn(usize) -> Duration,
+    ) -> Result<Self, Wrong> {
         let mut messages = Vec::new();
         let mut stream = match opened {
             Ok(stream) => stream,
@@ -40,6 +51,10 @@ impl Answer {
         };
         let (mut idle, mut end) = (0, 0);
         loop {
+            let pause = pause(messages.len());
+            if !pause.is_zero() {
+                tokio::time::sleep(pause).await;
+            }
             match stream.next().await {
                 Ok(Some(message)) => {
                     idle += usize::from(message.tuples.is_empty());

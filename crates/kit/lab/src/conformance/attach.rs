@@ -5,21 +5,22 @@ use std::path::{Path, PathBuf};
 
 use tonic::Code;
 
-use super::ledger::{Attachment, Made};
+use super::ledger::{Attachment, What};
 use super::plugin::{Plugin, Volume, call};
 use super::verdict::Wrong;
+use csi_client::stage_of;
 
 impl Plugin {
     /// Attaches, stages and publishes a volume, as far as the driver claims these, and returns the
     /// target: a device node, or a directory.
     pub async fn attach(&self, volume: &Volume) -> Result<PathBuf, Wrong> {
-        let place = format!("{}-{}", self.run, self.ledger().next());
+        let place = format!("{}-{}", self.run, self.ledger.next());
         let staging = self.settings.staging_dir.join(&place);
         let parent = self.settings.target_dir.join(&place);
         let target = parent.join("volume");
         let attachment =
             Attachment { volume_id: volume.id.clone(), staging: staging.clone(), target: target.clone() };
-        self.ledger().push(Made::Attachment(attachment));
+        self.ledger.push(What::Attachment(attachment));
         for dir in [&parent, &staging] {
             std::fs::create_dir_all(dir)
                 .map_err(|error| Wrong::new(format!("make {}: {error}", dir.display())))?;
@@ -28,12 +29,10 @@ impl Plugin {
         let staging_target_path = self.staging(&staging);
         if self.claims.stage {
             let request = proto::NodeStageVolumeRequest {
-                volume_id: volume.id.clone(),
                 publish_context: publish_context.clone(),
-                staging_target_path: staging_target_path.clone(),
-                volume_capability: Some(volume.capability.clone()),
                 secrets: self.secrets("NodeStageVolume"),
                 volume_context: volume.context.clone(),
+                ..stage_of(&volume.id, &staging, volume.capability.clone())
             };
             call!(self, node.node_stage_volume, "NodeStageVolume", request)?;
         }
@@ -74,7 +73,7 @@ impl Plugin {
 
     /// Undoes [`Plugin::attach`], also where it was cut short, and removes its directories.
     pub async fn detach(&self, volume_id: &str) -> Result<(), Wrong> {
-        let Some(attachment) = self.ledger().attachment(volume_id) else { return Ok(()) };
+        let Some(attachment) = self.ledger.attachment(volume_id) else { return Ok(()) };
         let Attachment { staging, target, .. } = attachment;
         let request =
             proto::NodeUnpublishVolumeRequest { volume_id: volume_id.to_owned(), target_path: text(&target) };
@@ -95,7 +94,7 @@ impl Plugin {
             gone(call!(self, controller.controller_unpublish_volume, "ControllerUnpublishVolume", request))?;
         }
         let left = remove_place(&staging, &target);
-        self.ledger().forget(|made| matches!(made, Made::Attachment(found) if found.volume_id == volume_id));
+        self.ledger.forget(|made| matches!(&made.what, What::Attachment(at) if at.volume_id == volume_id));
         match left.first() {
             None => Ok(()),
             Some(left) => Err(Wrong::new(format!("after NodeUnpublishVolume: {left}"))),
@@ -116,7 +115,7 @@ impl Plugin {
 
     /// NodeExpandVolume of a published volume.
     pub async fn expand_node(&self, volume: &Volume, bytes: u64) -> Result<(), Wrong> {
-        let Some(attachment) = self.ledger().attachment(&volume.id) else { return Ok(()) };
+        let Some(attachment) = self.ledger.attachment(&volume.id) else { return Ok(()) };
         let request = proto::NodeExpandVolumeRequest {
             volume_id: volume.id.clone(),
             volume_path: text(&attachment.target),

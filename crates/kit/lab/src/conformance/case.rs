@@ -11,6 +11,8 @@ use super::subject::Subject;
 use super::verdict::Judged;
 
 /// One requirement, and the test of it.
+#[derive(Serialize)]
+#[serde(bound = "")]
 pub(super) struct Case<S: Subject> {
     /// Short, unique, and stable over versions: `--focus` and `--skip` match it.
     pub name: &'static str,
@@ -20,40 +22,22 @@ pub(super) struct Case<S: Subject> {
     /// What the spec demands there, in short words.
     pub requirement: &'static str,
     /// What is prepared before, on time of its own.
+    #[serde(skip)]
     pub needs: &'static [S::Need],
+    #[serde(skip)]
     pub run: Run<S>,
 }
 
 impl<S: Subject> Case<S> {
-    pub fn one(
+    pub fn of(
         name: &'static str,
         level: Level,
         section: &'static str,
         requirement: &'static str,
         needs: &'static [S::Need],
         run: Run<S>,
-    ) -> Vec<Self> {
-        vec![Case { name, level, section, requirement, needs, run }]
-    }
-
-    /// A requirement on both streams: two cases.
-    pub fn both(
-        names: [&'static str; 2],
-        level: Level,
-        sections: [&'static str; 2],
-        requirement: &'static str,
-        needs: &'static [S::Need],
-        runs: [Run<S>; 2],
-    ) -> Vec<Self> {
-        let case = |at: usize| Case {
-            name: names[at],
-            level,
-            section: sections[at],
-            requirement,
-            needs,
-            run: runs[at],
-        };
-        vec![case(0), case(1)]
+    ) -> Self {
+        Case { name, level, section, requirement, needs, run }
     }
 }
 

@@ -4,8 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::attach::remove_place;
-use super::ledger::{Attachment, Made, name};
+use super::ledger::{Attachment, Made, What};
 use super::plugin::Plugin;
+use super::verdict::Wrong;
 use nix::mount::{MntFlags, umount2};
 use procfs::process::Process;
 
@@ -17,16 +18,15 @@ impl Plugin {
         for _ in 0..2 {
             left.clear();
             let mut dead = false;
-            for made in self.ledger().all().into_iter().rev() {
+            for made in self.ledger.all().into_iter().rev() {
                 let undone = match dead {
-                    true => Err("the driver does not answer".to_owned()),
-                    false => match tokio::time::timeout(patience, undo(self, &made)).await {
-                        Ok(undone) => undone,
-                        Err(_) => Err(format!("no answer within {} s", patience.as_secs())),
-                    },
+                    true => Err(Wrong::new("the driver does not answer")),
+                    false => tokio::time::timeout(patience, undo(self, &made)).await.unwrap_or_else(|_| {
+                        Err(Wrong::new(format!("no answer within {} s", patience.as_secs())))
+                    }),
                 };
                 if let Err(error) = undone {
-                    left.push(format!("{}: {error}", name(&made)));
+                    left.push(format!("{made}: {error}"));
                     let alive = tokio::time::timeout(patience.min(Duration::from_secs(5)), self.alive());
                     dead = dead || !alive.await.unwrap_or(false);
                 }
@@ -35,8 +35,8 @@ impl Plugin {
                 break;
             }
         }
-        for made in self.ledger().all() {
-            if let Made::Attachment(attachment) = made {
+        for made in self.ledger.all() {
+            if let What::Attachment(attachment) = made.what {
                 left.extend(force(&attachment));
             }
         }
@@ -44,32 +44,30 @@ impl Plugin {
     }
 }
 
-async fn undo(plugin: &Plugin, made: &Made) -> Result<(), String> {
-    let undone = match made {
-        Made::Attachment(attachment) => plugin.detach(&attachment.volume_id).await,
-        Made::Volume { id: Some(id), .. } => plugin.delete_volume(id).await,
-        Made::Snapshot { id: Some(id), .. } => plugin.delete_snapshot(id).await,
-        Made::Group { ids: Some((group, member)), .. } => plugin.delete_group(group, member).await,
-        Made::Group { request, ids: None } => match plugin.create_group_again((**request).clone()).await {
-            Ok((group, member)) => plugin.delete_group(&group, &member).await,
-            Err(error) if error.is_silence() => Err(error),
-            Err(_) => Ok(()),
-        },
-        // The call that makes it never answered: made again, it tells the id. Refused, there is none.
-        Made::Volume { request, id: None } => match plugin.create_volume_again((**request).clone()).await {
-            Ok(volume) => plugin.delete_volume(&volume.volume_id).await,
-            Err(error) if error.is_silence() => Err(error),
-            Err(_) => Ok(()),
-        },
-        Made::Snapshot { request, id: None } => {
-            match plugin.create_snapshot_again((**request).clone(), false).await {
-                Ok(id) => plugin.delete_snapshot(&id).await,
-                Err(error) if error.is_silence() => Err(error),
-                Err(_) => Ok(()),
-            }
-        }
+/// The ids of a thing. Where the call that makes it never answered, it tells them made again.
+async fn ids_of(plugin: &Plugin, made: &Made) -> Result<Vec<String>, Wrong> {
+    Ok(match &made.what {
+        _ if !made.ids.is_empty() => made.ids.clone(),
+        What::Volume(request) => vec![plugin.create_volume_again((**request).clone()).await?.volume_id],
+        What::Snapshot(request) => vec![plugin.create_snapshot_again((**request).clone(), false).await?],
+        What::Group(request) => plugin.create_group_again((**request).clone()).await?.into(),
+        What::Attachment(_) => Vec::new(),
+    })
+}
+
+async fn undo(plugin: &Plugin, made: &Made) -> Result<(), Wrong> {
+    let ids = match ids_of(plugin, made).await {
+        // There is none.
+        Err(refused) if !refused.is_silence() => return Ok(()),
+        ids => ids?,
     };
-    undone.map_err(|error| error.to_string())
+    match (&made.what, &ids[..]) {
+        (What::Attachment(attachment), _) => plugin.detach(&attachment.volume_id).await,
+        (What::Volume(_), [id, ..]) => plugin.delete_volume(id).await,
+        (What::Snapshot(_), [id, ..]) => plugin.delete_snapshot(id).await,
+        (What::Group(_), [group, member, ..]) => plugin.delete_group(group, member).await,
+        _ => Ok(()),
+    }
 }
 
 /// Unmounts what a driver that is gone has left at our own paths, and removes the directories.

@@ -34,26 +34,17 @@ pub(super) struct Changes(Vec<Change>);
 impl Before {
     /// Reads the report in a file.
     pub fn read(path: &Path) -> Result<Self, String> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| format!("--compare {}: {error}", path.display()))?;
-        serde_json::from_str(&text).map_err(|error| {
-            format!("--compare {}: no report of cbt-lab conformance --output json: {error}", path.display())
-        })
+        crate::output::before(path, "report of cbt-lab conformance --output json")
     }
 }
 
 impl Changes {
     /// Between the verdicts of an earlier run and those of this one, by the names of cases.
     pub fn between<'a>(before: &'a Before, now: impl Iterator<Item = (&'a str, &'a str)>) -> Self {
-        Self::of(before.cases.iter().map(|case| (case.name.as_str(), case.verdict.as_str())), now)
-    }
-
-    fn of<'a>(
-        before: impl Iterator<Item = (&'a str, &'a str)>,
-        now: impl Iterator<Item = (&'a str, &'a str)>,
-    ) -> Self {
         let mut both: BTreeMap<&str, (Option<&str>, Option<&str>)> = BTreeMap::new();
-        before.for_each(|(name, verdict)| both.entry(name).or_default().0 = Some(verdict));
+        for case in &before.cases {
+            both.entry(&case.name).or_default().0 = Some(&case.verdict);
+        }
         now.for_each(|(name, verdict)| both.entry(name).or_default().1 = Some(verdict));
         let changed = both.into_iter().filter(|(_, (before, now))| before != now);
         let change = |(name, (before, now)): (&str, (Option<&str>, Option<&str>))| Change {
@@ -84,13 +75,15 @@ mod tests {
     #[test]
     fn what_changed_is_listed_and_nothing_else() {
         let before = [("a", "pass"), ("b", "fail"), ("gone", "pass")];
+        let cases = before.map(|(name, verdict)| Judged { name: name.into(), verdict: verdict.into() });
+        let told = Before { cases: cases.into() };
         let now = [("a", "pass"), ("b", "pass"), ("new", "skip")];
-        let changes = Changes::of(before.into_iter(), now.into_iter());
+        let changes = Changes::between(&told, now.into_iter());
         assert_eq!(
             changes.text(),
             "changed: b: fail -> pass\nchanged: gone: pass -> not run\nchanged: new: not run -> skip\n"
         );
-        let same = Changes::of(before.into_iter(), before.into_iter());
+        let same = Changes::between(&told, before.into_iter());
         assert_eq!(same, Changes(Vec::new()));
     }
 }

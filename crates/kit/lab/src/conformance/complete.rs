@@ -9,8 +9,8 @@ use super::content::{BLOCK, blocking, differs_outside};
 use super::fixtures::Fixtures;
 use super::history::{emptied, filled};
 use super::ranges::Ranges;
-use super::subject::Kind;
-use super::verdict::{Judged, Verdict, Wrong, remarked};
+use super::subject::{Kind, Subject};
+use super::verdict::{Judged, Verdict, Wrong, remarked, remarked_once, without_message};
 use super::volume::Snap;
 
 /// Says how much more is listed than had to be, beyond the driver's own unit.
@@ -62,16 +62,14 @@ pub(super) async fn written(fixtures: &Fixtures) -> Judged {
     for snap in [&pair.first, &pair.second, &pair.third] {
         remarks.extend(check_allocated(fixtures, snap).await?);
     }
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 pub(super) async fn changed(fixtures: &Fixtures) -> Judged {
     let pair = fixtures.pair()?;
     let mut remarks = check_delta(fixtures, &pair.first, &pair.second).await?;
     remarks.extend(check_delta(fixtures, &pair.second, &pair.third).await?);
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// From an empty snapshot to a written one, and over one in between.
@@ -79,8 +77,7 @@ pub(super) async fn across(fixtures: &Fixtures) -> Judged {
     let pair = fixtures.pair()?;
     let mut remarks = check_delta(fixtures, &pair.first, &pair.third).await?;
     remarks.extend(check_delta(fixtures, &pair.empty, &pair.third).await?);
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// Some ranges of the second history, in the answer to what changed since the first.
@@ -145,9 +142,7 @@ pub(super) async fn incremental_backup(fixtures: &Fixtures) -> Judged {
 fn nothing(answer: &Answer, what: &str) -> Judged {
     let bytes = answer.ranges().bytes();
     if answer.messages.is_empty() {
-        return Ok(Verdict::Allowed(
-            "OK without a message: the client gets neither type nor capacity".into(),
-        ));
+        return without_message();
     }
     remarked(if bytes > 0 { vec![format!("lists {bytes} bytes, though {what}")] } else { Vec::new() })
 }

@@ -21,26 +21,14 @@ const CHUNK: u64 = 1 << 20;
 /// A change of the device, in blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Edit {
-    Write {
-        start: u64,
-        count: u64,
-        seed: u64,
-    },
+    /// Write something else for each seed.
+    Write { start: u64, count: u64, seed: u64 },
     /// Write what is there already.
-    Same {
-        start: u64,
-        count: u64,
-    },
+    Same { start: u64, count: u64 },
     /// Write zeros.
-    Zero {
-        start: u64,
-        count: u64,
-    },
+    Zero { start: u64, count: u64 },
     /// Discard; zeros where the device takes no discards.
-    Punch {
-        start: u64,
-        count: u64,
-    },
+    Punch { start: u64, count: u64 },
 }
 
 /// The content of a volume.

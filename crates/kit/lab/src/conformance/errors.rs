@@ -6,11 +6,12 @@ use super::answer::unexpected;
 use super::fixtures::Fixtures;
 use super::subject::Kind;
 use super::subject::Subject;
-use super::verdict::{Judged, Verdict, Wrong, code_name, remarked, said};
+use super::verdict::{Judged, Verdict, Wrong, code_name, remarked, remarked_once, said, without_message};
 use csi_client::{Options, Question, block_capability};
 
 /// Ids that no driver has given to anything.
-const NO_IDS: [&str; 3] = ["no-such-snapshot", "../../etc/passwd", "00000000-0000-0000-0000-000000000000"];
+pub(super) const NO_IDS: [&str; 3] =
+    ["no-such-snapshot", "../../etc/passwd", "00000000-0000-0000-0000-000000000000"];
 
 pub(super) async fn claimed(fixtures: &Fixtures) -> Judged {
     match fixtures.plugin.claims.metadata {
@@ -29,7 +30,7 @@ pub(super) async fn served(subject: &impl Subject, kind: Kind) -> Judged {
 }
 
 /// Each question must be refused with `code`; codes that the spec allows besides are remarked.
-async fn refused(
+pub(super) async fn refused(
     subject: &impl Subject,
     questions: &[Question],
     options: &Options,
@@ -48,8 +49,7 @@ async fn refused(
             _ => return Err(unexpected(question, options, &answer, &code_name(code))),
         }
     }
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 fn delta(base: &str, target: &str) -> Question {
@@ -144,9 +144,7 @@ pub(super) async fn same_snapshot(subject: &impl Subject) -> Judged {
         Ok(()) if tuples > 0 => {
             Ok(Verdict::Allowed(format!("{tuples} tuples: more than has changed, nothing")))
         }
-        Ok(()) if answer.messages.is_empty() => {
-            Ok(Verdict::Allowed("OK without a message: the client gets neither type nor capacity".into()))
-        }
+        Ok(()) if answer.messages.is_empty() => without_message(),
         Ok(()) => Ok(Verdict::Pass),
         Err(status) if status.code() == Code::InvalidArgument => {
             Ok(Verdict::Allowed(format!("refused: {}", said(status))))

@@ -12,6 +12,7 @@ use super::ranges::Ranges;
 use super::rest::Held;
 use super::subject::{Kind, Prepared, Subject};
 use super::verdict::{Judged, Wrong};
+use super::volume::Snap;
 use csi_client::{Client, Options, Question, RawStream};
 use tonic::Status;
 
@@ -38,22 +39,14 @@ pub(super) enum Need {
     Alone,
 }
 
-/// The one rule of which cases must not run at once.
-fn exclude(one: &[Need], other: &[Need]) -> bool {
-    let meet = |a: Need, b: Need| {
-        (one.contains(&a) && other.contains(&b)) || (one.contains(&b) && other.contains(&a))
-    };
-    // It is about what all cases before it did to the driver, or opens as many streams as a driver may allow.
-    one.contains(&Need::Alone)
-        || other.contains(&Need::Alone)
-        // CSI has an orchestrator make one call about a volume at a time, so do the cases that share one.
-        || meet(Need::PairCalls, Need::PairCalls)
-        // The same; and who reads its snapshots must not be blamed for what is done to their volume.
-        || meet(Need::DenseCalls, Need::Dense)
-}
-
 pub(super) struct Fixtures {
     pub plugin: Plugin,
+    made: Made,
+}
+
+/// What is there of each need.
+#[derive(Default)]
+struct Made {
     pair: OnceCell<Pair>,
     restored: OnceCell<Restored>,
     expanded: OnceCell<Change>,
@@ -67,85 +60,41 @@ fn take<T>(cell: &OnceCell<T>) -> Result<&T, Wrong> {
     cell.get().ok_or_else(|| Wrong::new("a case uses what it does not say that it needs"))
 }
 
+/// A question about two snapshots, and what the answer to it has to hold.
+fn about(kind: Kind, base: &Snap, target: &Snap) -> (Question, Ranges) {
+    match kind {
+        Kind::Allocated => (target.allocated(), target.content.data()),
+        Kind::Delta => (target.since(base), target.content.changed_since(&base.content)),
+    }
+}
+
 impl Fixtures {
     pub fn new(plugin: Plugin) -> Self {
-        Fixtures {
-            plugin,
-            pair: OnceCell::new(),
-            restored: OnceCell::new(),
-            expanded: OnceCell::new(),
-            between: OnceCell::new(),
-            dense: OnceCell::new(),
-            held: Default::default(),
-        }
+        Fixtures { plugin, made: Made::default() }
     }
 
     pub fn pair(&self) -> Result<&Pair, Wrong> {
-        take(&self.pair)
+        take(&self.made.pair)
     }
 
     pub fn restored(&self) -> Result<&Restored, Wrong> {
-        take(&self.restored)
+        take(&self.made.restored)
     }
 
     pub fn expanded(&self) -> Result<&Change, Wrong> {
-        take(&self.expanded)
+        take(&self.made.expanded)
     }
 
     pub fn between(&self) -> Result<&Change, Wrong> {
-        take(&self.between)
+        take(&self.made.between)
     }
 
     pub fn dense(&self) -> Result<&Dense, Wrong> {
-        take(&self.dense)
+        take(&self.made.dense)
     }
 
     pub fn held(&self, kind: Kind) -> Result<&Held, Wrong> {
-        take(&self.held[kind as usize])
-    }
-
-    /// The question whose answer has as many tuples as can be, and what it has to hold.
-    pub fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong> {
-        let Dense { before, after, .. } = self.dense()?;
-        Ok(match kind {
-            Kind::Allocated => (after.allocated(), after.content.data()),
-            Kind::Delta => (after.since(before), after.content.changed_since(&before.content)),
-        })
-    }
-
-    /// The question whose answer has many tuples.
-    pub fn question(&self, kind: Kind) -> Result<Question, Wrong> {
-        let pair = self.pair()?;
-        Ok(match kind {
-            Kind::Allocated => pair.second.allocated(),
-            Kind::Delta => pair.second.since(&pair.first),
-        })
-    }
-
-    /// What an answer to it has to hold.
-    pub fn must(&self, kind: Kind) -> Result<Ranges, Wrong> {
-        let pair = self.pair()?;
-        Ok(match kind {
-            Kind::Allocated => pair.second.content.data(),
-            Kind::Delta => pair.second.content.changed_since(&pair.first.content),
-        })
-    }
-
-    /// How the driver is asked.
-    pub fn options(&self, offset: i64, max_results: i32) -> Options {
-        Options { offset, max_results, secrets: self.plugin.stream_secrets(), timeout_ms: None }
-    }
-
-    /// An answer that has to end with `OK`.
-    pub async fn ask(&self, question: &Question, offset: i64, max_results: i32) -> Result<Answer, Wrong> {
-        let options = self.options(offset, max_results);
-        self.try_ask(question, &options).await?.ok(question, &options)
-    }
-
-    /// An answer, however it ends.
-    pub async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
-        calls(call_of(question));
-        Self::read(&mut self.plugin.client(), question, options).await
+        take(&self.made.held[kind as usize])
     }
 }
 
@@ -169,27 +118,35 @@ impl Subject for Fixtures {
     }
 
     async fn prepare(&self, need: Need) -> Prepared<()> {
+        let (made, plugin) = (&self.made, &self.plugin);
         match need {
-            Need::Pair => self.pair.get_or_try_init(|| history::pair(&self.plugin)).await.map(drop),
-            Need::Restored => self
-                .restored
-                .get_or_try_init(|| async { history::restored(&self.plugin, self.pair()?).await })
-                .await
-                .map(drop),
-            Need::Expanded => {
-                self.expanded.get_or_try_init(|| history::expanded(&self.plugin)).await.map(drop)
+            Need::Pair => made.pair.get_or_try_init(|| history::pair(plugin)).await.map(drop),
+            Need::Restored => {
+                let restored = async || history::restored(plugin, self.pair()?).await;
+                made.restored.get_or_try_init(restored).await.map(drop)
             }
-            Need::Between => self.between.get_or_try_init(|| history::between(&self.plugin)).await.map(drop),
-            Need::Dense => self.dense.get_or_try_init(|| history::dense(&self.plugin)).await.map(drop),
+            Need::Expanded => made.expanded.get_or_try_init(|| history::expanded(plugin)).await.map(drop),
+            Need::Between => made.between.get_or_try_init(|| history::between(plugin)).await.map(drop),
+            Need::Dense => made.dense.get_or_try_init(|| history::dense(plugin)).await.map(drop),
             Need::Held(kind) => {
-                self.held[kind as usize].get_or_try_init(|| Held::find(self, kind)).await.map(drop)
+                made.held[kind as usize].get_or_try_init(|| Held::find(self, kind)).await.map(drop)
             }
             Need::PairCalls | Need::DenseCalls | Need::Alone => Ok(()),
         }
     }
 
+    /// The one rule of which cases must not run at once.
     fn exclude(one: &[Need], other: &[Need]) -> bool {
-        exclude(one, other)
+        let meet = |a: Need, b: Need| {
+            (one.contains(&a) && other.contains(&b)) || (one.contains(&b) && other.contains(&a))
+        };
+        // It is about what all cases before it did to the driver, or opens as many streams as a driver may allow.
+        one.contains(&Need::Alone)
+            || other.contains(&Need::Alone)
+            // CSI has an orchestrator make one call about a volume at a time, so do the cases that share one.
+            || meet(Need::PairCalls, Need::PairCalls)
+            // The same; and who reads its snapshots must not be blamed for what is done to their volume.
+            || meet(Need::DenseCalls, Need::Dense)
     }
 
     async fn is_silent(&self) -> bool {
@@ -201,19 +158,22 @@ impl Subject for Fixtures {
     }
 
     fn made(&self) -> Vec<String> {
-        self.plugin.ledger().names()
+        self.plugin.ledger.names()
     }
 
     fn question(&self, kind: Kind) -> Result<Question, Wrong> {
-        self.question(kind)
+        let Pair { first, second, .. } = self.pair()?;
+        Ok(about(kind, first, second).0)
     }
 
     fn must(&self, kind: Kind) -> Result<Ranges, Wrong> {
-        self.must(kind)
+        let Pair { first, second, .. } = self.pair()?;
+        Ok(about(kind, first, second).1)
     }
 
     fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong> {
-        self.dense_question(kind)
+        let Dense { before, after, .. } = self.dense()?;
+        Ok(about(kind, before, after))
     }
 
     fn size(&self) -> Result<u64, Wrong> {
@@ -240,11 +200,12 @@ impl Subject for Fixtures {
     }
 
     fn options(&self, offset: i64, max_results: i32) -> Options {
-        self.options(offset, max_results)
+        Options { offset, max_results, secrets: self.plugin.stream_secrets(), timeout_ms: None }
     }
 
     async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
-        self.try_ask(question, options).await
+        calls(call_of(question));
+        Self::read(&mut self.plugin.client(), question, options).await
     }
 
     async fn narrow(&self) -> Result<Client, Wrong> {

@@ -1,6 +1,7 @@
 //! What the suite made and still has to take away again. An entry is written before the call that
 //! makes the thing: a call that was cut short may have made it.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,20 +9,17 @@ use parking_lot::Mutex;
 
 /// A thing that was made, or may have been.
 #[derive(Clone, Debug)]
-pub(crate) enum Made {
-    Volume {
-        request: Box<proto::CreateVolumeRequest>,
-        id: Option<String>,
-    },
-    Snapshot {
-        request: Box<proto::CreateSnapshotRequest>,
-        id: Option<String>,
-    },
-    /// A group snapshot, its id and that of its member.
-    Group {
-        request: Box<proto::CreateVolumeGroupSnapshotRequest>,
-        ids: Option<(String, String)>,
-    },
+pub(crate) struct Made {
+    pub what: What,
+    /// Its id, and of a group that of its member behind it. None before the call that makes it has answered.
+    pub ids: Vec<String>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum What {
+    Volume(Box<proto::CreateVolumeRequest>),
+    Snapshot(Box<proto::CreateSnapshotRequest>),
+    Group(Box<proto::CreateVolumeGroupSnapshotRequest>),
     Attachment(Attachment),
 }
 
@@ -49,49 +47,19 @@ impl Ledger {
         work(&mut self.made.lock())
     }
 
-    pub fn push(&self, made: Made) {
-        self.with(|all| all.push(made));
+    pub fn push(&self, what: What) {
+        self.with(|all| all.push(Made { what, ids: Vec::new() }));
     }
 
     pub fn forget(&self, which: impl Fn(&Made) -> bool) {
         self.with(|all| all.retain(|made| !which(made)));
     }
 
-    /// The group of that name has ids.
-    pub fn group_is(&self, name: &str, ids_of_it: &(String, String)) {
+    /// What is made by that name has these ids.
+    pub fn has_ids(&self, name: &str, ids: &[&str]) {
         self.with(|all| {
-            for made in all {
-                if let Made::Group { request, ids } = made
-                    && request.name == name
-                {
-                    *ids = Some(ids_of_it.clone());
-                }
-            }
-        });
-    }
-
-    /// The volume of that name has an id.
-    pub fn volume_is(&self, name: &str, volume_id: &str) {
-        self.with(|all| {
-            for made in all {
-                if let Made::Volume { request, id } = made
-                    && request.name == name
-                {
-                    *id = Some(volume_id.to_owned());
-                }
-            }
-        });
-    }
-
-    /// The snapshot of that name has an id.
-    pub fn snapshot_is(&self, name: &str, snapshot_id: &str) {
-        self.with(|all| {
-            for made in all {
-                if let Made::Snapshot { request, id } = made
-                    && request.name == name
-                {
-                    *id = Some(snapshot_id.to_owned());
-                }
+            for made in all.iter_mut().filter(|made| made.what.name() == Some(name)) {
+                made.ids = ids.iter().map(|id| (*id).to_owned()).collect();
             }
         });
     }
@@ -99,8 +67,8 @@ impl Ledger {
     /// Where a volume is attached.
     pub fn attachment(&self, volume_id: &str) -> Option<Attachment> {
         self.with(|all| {
-            all.iter().find_map(|made| match made {
-                Made::Attachment(attachment) if attachment.volume_id == volume_id => Some(attachment.clone()),
+            all.iter().find_map(|made| match &made.what {
+                What::Attachment(attachment) if attachment.volume_id == volume_id => Some(attachment.clone()),
                 _ => None,
             })
         })
@@ -113,17 +81,35 @@ impl Ledger {
 
     /// What is there still.
     pub fn names(&self) -> Vec<String> {
-        self.with(|all| all.iter().map(name).collect())
+        self.with(|all| all.iter().map(Made::to_string).collect())
     }
 }
 
-pub(super) fn name(made: &Made) -> String {
-    match made {
-        Made::Volume { request, .. } => format!("volume {}", request.name),
-        Made::Snapshot { request, .. } => format!("snapshot {}", request.name),
-        Made::Group { request, .. } => format!("group snapshot {}", request.name),
-        Made::Attachment(attachment) => {
-            format!("volume {} at {}", attachment.volume_id, attachment.target.display())
+impl Made {
+    pub fn is(&self, id: &str) -> bool {
+        self.ids.first().is_some_and(|own| own == id)
+    }
+}
+
+impl What {
+    /// In the request that makes it.
+    fn name(&self) -> Option<&str> {
+        match self {
+            What::Volume(request) => Some(&request.name),
+            What::Snapshot(request) => Some(&request.name),
+            What::Group(request) => Some(&request.name),
+            What::Attachment(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Made {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.what {
+            What::Volume(request) => write!(f, "volume {}", request.name),
+            What::Snapshot(request) => write!(f, "snapshot {}", request.name),
+            What::Group(request) => write!(f, "group snapshot {}", request.name),
+            What::Attachment(at) => write!(f, "volume {} at {}", at.volume_id, at.target.display()),
         }
     }
 }

@@ -8,7 +8,8 @@ use super::complete::{check_allocated, check_delta, right_capacity};
 use super::content::{BLOCK, Edit, apply};
 use super::fixtures::Fixtures;
 use super::history::short;
-use super::verdict::{Judged, Verdict, Wrong, remarked, said};
+use super::subject::Subject;
+use super::verdict::{Judged, Verdict, Wrong, remarked, remarked_once, said};
 use super::volume::Snap;
 use csi_client::{Question, mount_capability};
 
@@ -45,8 +46,7 @@ pub(super) async fn grown(fixtures: &Fixtures) -> Judged {
     let answer = fixtures.ask(&question, offset as i64, 0).await?;
     let must = change.after.content.data().within(offset, u64::MAX);
     missing("in the new part", &must, &answer.ranges())?;
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// A restore between two snapshots costs the delta nothing.
@@ -203,17 +203,14 @@ pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
         return Ok(Verdict::Skip("the driver does not claim CLONE_VOLUME".into()));
     }
     let mut open = fixtures.plugin.open(None, fixtures.plugin.settings.volume_size).await?;
-    let step = open.blocks() / 16;
-    let edits =
-        |seed: u64| (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed }).collect();
-    open.write(edits(1)).await?;
+    open.write_places(1).await?;
     let before = open.snapshot(&fixtures.plugin).await?;
-    open.write(edits(4)).await?;
+    open.write_places(4).await?;
     let mut clone =
         fixtures.plugin.open_from(Some(csi_client::from_volume(&open.volume.id)), open.size).await?;
     clone.content = open.content.clone();
-    clone.write(edits(8)).await?;
-    open.write(edits(12)).await?;
+    clone.write_places(8).await?;
+    open.write_places(12).await?;
     let after = open.snapshot(&fixtures.plugin).await?;
     let of_clone = clone.snapshot(&fixtures.plugin).await?;
     let delta = check_delta(fixtures, &before, &after).await;
@@ -222,8 +219,7 @@ pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
     clear(fixtures, &open.volume.id, &[&after, &before]).await?;
     let mut remarks = delta?;
     remarks.extend(allocated?);
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// A size that is no multiple of what drivers count in: the driver may round it up, and tells what it made.
@@ -260,20 +256,14 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
         return Ok(Verdict::Skip("the driver does not claim CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT".into()));
     }
     let mut open = fixtures.plugin.open(None, fixtures.plugin.settings.volume_size).await?;
-    let step = open.blocks() / 16;
-    let edits =
-        |seed: u64| (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed }).collect();
     let mut members = Vec::new();
     for seed in [1, 3] {
-        open.write(edits(seed)).await?;
-        let (group, id) = fixtures.plugin.create_group(&open.volume.id).await?;
-        members.push((
-            group,
-            Snap { id, content: open.content.clone(), size: open.size, reported_size: open.reported_size },
-        ));
+        open.write_places(seed).await?;
+        let [group, id] = fixtures.plugin.create_group(&open.volume.id).await?;
+        members.push((group, open.taken(id)));
     }
     // And one that was taken alone.
-    open.write(edits(5)).await?;
+    open.write_places(5).await?;
     let alone = open.snapshot(&fixtures.plugin).await?;
     let (first, second) = (&members[0].1, &members[1].1);
     let mut remarks = Vec::new();
@@ -288,8 +278,7 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
     }
     clear(fixtures, &open.volume.id, &[&alone]).await?;
     judged?;
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// A volume with a filesystem is a row of blocks below it; the spec speaks of block volumes.

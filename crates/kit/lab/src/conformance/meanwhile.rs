@@ -9,7 +9,7 @@ use super::fixtures::Fixtures;
 use super::history::expand;
 use super::life::{as_before, clear};
 use super::rest::{Held, Rest, not_shown};
-use super::subject::Kind;
+use super::subject::{Kind, Subject};
 use super::verdict::{Judged, Verdict, Wrong, remarked};
 use super::volume::{OpenVolume, Snap};
 use csi_client::block_capability;
@@ -176,16 +176,12 @@ async fn meanwhile(
 ) -> Result<Answer, Wrong> {
     let mut client = fixtures.plugin.narrow().await?;
     let (question, options) = (&rest.question, rest.options(fixtures));
-    let refused = |status| Wrong::call(&name(question, &options), &status);
+    let call = name(question, &options);
+    let refused = |status| Wrong::call(&call, &status);
     let mut stream = client.open_stream(question, &options).await.map_err(refused)?;
-    let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-    answer.messages.extend(stream.next().await.map_err(refused)?);
+    let first = stream.next().await.map_err(refused)?;
     work.await?;
-    loop {
-        match stream.next().await {
-            Ok(Some(message)) => answer.messages.push(message),
-            Ok(None) => return Ok(answer),
-            Err(status) => return Ok(Answer { end: Err(status), ..answer }),
-        }
-    }
+    let mut answer = Answer::read(Ok(stream), &call).await?;
+    answer.messages.splice(..0, first);
+    Ok(answer)
 }

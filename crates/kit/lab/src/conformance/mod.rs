@@ -107,6 +107,44 @@ impl Storage {
     }
 }
 
+/// A run on a driver that answers.
+pub(crate) struct Begun {
+    pub plugin: Plugin,
+    pub signals: watch::Receiver<u32>,
+    /// For [`remove_empty`], at its end.
+    pub ours: Vec<PathBuf>,
+    pub dir: tempfile::TempDir,
+}
+
+impl Storage {
+    /// Begins a run with volumes of that size; none where a signal came first. An error: it could not be.
+    pub(crate) async fn begin(
+        &self,
+        kind: &str,
+        endpoint: &Endpoint,
+        controller: &Endpoint,
+        volume_size: u64,
+        patience: Duration,
+    ) -> Result<Option<Begun>, String> {
+        if !nix::unistd::geteuid().is_root() {
+            return Err("it needs root: it writes to block devices".into());
+        }
+        // Before anything is made that a signal could leave behind.
+        let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
+        let dir = tempfile::Builder::new().prefix(&format!("cbt-lab-{kind}-")).tempdir();
+        let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
+        let settings = self.settings(dir.path(), volume_size)?;
+        let (client, claims) = tokio::select! {
+            asked = ask(endpoint, controller, patience) => asked?,
+            _ = signals.wait_for(|count| *count > 0) => return Ok(None),
+        };
+        let ours = [settings.staging_dir.clone(), settings.target_dir.clone()];
+        let ours = ours.into_iter().filter(|dir| !dir.exists()).collect();
+        let plugin = Plugin::new(controller.path(), client, claims, settings, run_name(kind)?);
+        Ok(Some(Begun { plugin, signals, ours, dir }))
+    }
+}
+
 /// Test the SnapshotMetadata service of any CSI driver.
 ///
 /// Creates Block volumes through the driver's socket, attaches, stages and publishes them as the driver
@@ -230,30 +268,18 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, 
     if cases.is_empty() {
         return Err("no case is chosen: --list prints their names".into());
     }
-    if !nix::unistd::geteuid().is_root() {
-        return Err("it needs root: it writes to block devices".into());
-    }
     let before = arguments.compare.as_deref().map(Before::read).transpose()?;
-    // Before anything is made that a signal could leave behind.
-    let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
-    let dir = tempfile::Builder::new().prefix("deltapath-conformance-").tempdir();
-    let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
-    let mut settings = arguments.storage.settings(dir.path(), arguments.volume_size.0)?;
-    settings.attributes.extend(arguments.modify_parameter.iter().cloned());
     let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
-    let (client, claims) = tokio::select! {
-        asked = ask(endpoint, arguments.controller()?, arguments.patience()) => asked?,
-        _ = signals.wait_for(|count| *count > 0) => return Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
+    let controller = arguments.controller_endpoint.as_ref().unwrap_or(endpoint);
+    let (size, patience) = (arguments.volume_size.0, arguments.timeout);
+    let begun = arguments.storage.begin("conformance", endpoint, controller, size, patience).await?;
+    let Some(Begun { mut plugin, signals, ours, dir }) = begun else {
+        return Ok(Ok(ExitCode::from(shell::INTERRUPTED)));
     };
-    let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
-    let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
-
-    let patience = arguments.patience();
-    let (name, version, claimed) = (claims.name.clone(), claims.version.clone(), claims.metadata);
-    let endpoint = arguments.controller()?;
-    let plugin = Plugin::new(endpoint.path(), client, claims, settings, run_name("conformance")?);
+    plugin.settings.attributes.extend(arguments.modify_parameter.iter().cloned());
+    let Claims { name, version, metadata, .. } = plugin.claims.clone();
     let fixtures = Arc::new(Fixtures::new(plugin));
-    if !claimed && !run::serves(&fixtures, patience).await {
+    if !metadata && !run::serves(&fixtures, patience).await {
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
     let started = Instant::now();
@@ -286,7 +312,7 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, 
     let by_name = arguments.focus.is_some() || arguments.skip.is_some();
     let choice = Choice { level: arguments.level, by_name };
     let mut report =
-        Report::new(CSI, endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
+        Report::new(CSI, controller.to_string(), name, version, choice, arguments.output == Output::Text);
     run::run(fixtures, cases, first, (arguments.jobs.into(), patience), &mut report, signals).await;
     report.left_behind.extend(remove_empty(ours, dir));
     Ok(end(arguments, report, before.as_ref(), started))
@@ -321,7 +347,7 @@ fn end(arguments: &Arguments, mut report: Report, before: Option<&Before>, start
 }
 
 /// Connects, and asks the driver what it can.
-pub(crate) async fn ask(
+async fn ask(
     endpoint: &Endpoint,
     controller: &Endpoint,
     patience: Duration,
@@ -346,20 +372,8 @@ async fn connect(endpoint: &Endpoint) -> Result<Client, String> {
     connected.map_err(|error| format!("nobody answers at {endpoint}: {}", base::report(&error)))
 }
 
-impl Arguments {
-    fn patience(&self) -> Duration {
-        self.timeout
-    }
-
-    /// Where Controller and SnapshotMetadata are.
-    fn controller(&self) -> Result<&Endpoint, String> {
-        let endpoint = self.controller_endpoint.as_ref().or(self.endpoint.as_ref());
-        endpoint.ok_or_else(|| "no --endpoint".into())
-    }
-}
-
 /// Counts SIGINT, SIGTERM and SIGHUP.
-pub(crate) fn signals() -> std::io::Result<watch::Receiver<u32>> {
+fn signals() -> std::io::Result<watch::Receiver<u32>> {
     let mut signals = shell::Signals::watch()?;
     let (count, counted) = watch::channel(0);
     tokio::spawn(async move {

@@ -2,12 +2,14 @@
 
 use super::answer::{Answer, missing, name, unexpected};
 use super::content::{BLOCK, Edit, blocking};
+use super::errors;
 use super::fixtures::Fixtures;
 use super::format::too_few;
+use super::life::clear;
 use super::ranges::Ranges;
 use super::subject::Kind;
 use super::subject::Subject;
-use super::verdict::{Judged, Verdict, Wrong, code_name, remarked};
+use super::verdict::{Judged, Verdict, Wrong, remarked, remarked_once, without_message};
 use std::os::unix::fs::FileExt;
 
 use csi_client::Question;
@@ -136,8 +138,7 @@ async fn resume_at_each<S: Subject>(subject: &S, question: &Question, size_of_vo
             remarks.extend(rest(&whole, &answer, next as u64).map_err(|wrong| wrong.at(&place()))?);
         }
     }
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// Bytes at the start and at the end of blocks, beside whole blocks. A driver that compares from an unaligned offset on, but
@@ -177,11 +178,7 @@ pub(super) async fn partial(fixtures: &Fixtures) -> Judged {
         found = missing("that changed behind the offset", &behind, &listed)
             .map_err(|wrong| wrong.at(&format!("starting_offset {offset}")));
     }
-    fixtures.plugin.detach(&open.volume.id).await?;
-    for snap in [&after, &before] {
-        fixtures.plugin.delete_snapshot(&snap.id).await?;
-    }
-    fixtures.plugin.delete_volume(&open.volume.id).await?;
+    clear(fixtures, &open.volume.id, &[&after, &before]).await?;
     found.map(|()| Verdict::Pass)
 }
 
@@ -208,9 +205,7 @@ pub(super) async fn at_capacity(subject: &impl Subject, kind: Kind) -> Judged {
         Ok(()) if answer.tuples().next().is_some() => {
             Err(unexpected(&question, &options, &answer, "OK without tuples"))
         }
-        Ok(()) if answer.messages.is_empty() => {
-            Ok(Verdict::Allowed("OK without a message: the client gets neither type nor capacity".into()))
-        }
+        Ok(()) if answer.messages.is_empty() => without_message(),
         Ok(()) => Ok(Verdict::Pass),
         Err(status) if status.code() == Code::OutOfRange => Ok(Verdict::Allowed(
             "OUT_OF_RANGE, though the offset does not exceed the volume: a client that continues after a tuple \
@@ -226,11 +221,7 @@ async fn refused(subject: &impl Subject, kind: Kind, offsets: &[i64]) -> Judged 
     let question = subject.question(kind)?;
     for offset in offsets {
         let options = subject.options(*offset, 0);
-        let answer = subject.try_ask(&question, &options).await?;
-        match &answer.end {
-            Err(status) if status.code() == Code::OutOfRange => {}
-            _ => return Err(unexpected(&question, &options, &answer, &code_name(Code::OutOfRange))),
-        }
+        errors::refused(subject, std::slice::from_ref(&question), &options, Code::OutOfRange, &[]).await?;
     }
     Ok(Verdict::Pass)
 }

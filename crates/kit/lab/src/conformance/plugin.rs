@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::claims::Claims;
-use super::ledger::{Ledger, Made};
+use super::ledger::{Ledger, What};
 use super::secrets::Secrets;
 use super::verdict::Wrong;
 use csi_client::Client;
@@ -59,7 +59,8 @@ pub(crate) struct Plugin {
     /// What the driver says it can.
     pub claims: Claims,
     pub settings: Settings,
-    ledger: Ledger,
+    /// All that was made and is not deleted yet.
+    pub ledger: Ledger,
     /// Begins the names of all that is made.
     pub(crate) run: String,
 }
@@ -107,11 +108,6 @@ impl Plugin {
         Plugin { socket: socket.to_owned(), client, claims, settings, ledger: Ledger::default(), run }
     }
 
-    /// All that was made and is not deleted yet.
-    pub fn ledger(&self) -> &Ledger {
-        &self.ledger
-    }
-
     /// A connection; the clones of one share its socket.
     pub fn client(&self) -> Client {
         self.client.clone()
@@ -145,7 +141,7 @@ impl Plugin {
         request.secrets = self.secrets("CreateVolume");
         request.volume_content_source = source;
         request.accessibility_requirements = self.claims.topology.clone().map(required);
-        self.ledger.push(Made::Volume { request: Box::new(request.clone()), id: None });
+        self.ledger.push(What::Volume(Box::new(request.clone())));
         let volume = self.create_volume_again(request).await?;
         Ok(Volume {
             id: volume.volume_id,
@@ -162,7 +158,7 @@ impl Plugin {
     ) -> Result<proto::Volume, Wrong> {
         let answer = call!(self, controller.create_volume, "CreateVolume", request)?;
         let volume = answer.volume.ok_or_else(|| Wrong::new("CreateVolume: the answer holds no volume"))?;
-        self.ledger.volume_is(&request.name, &volume.volume_id);
+        self.ledger.has_ids(&request.name, &[&volume.volume_id]);
         Ok(volume)
     }
 
@@ -182,7 +178,7 @@ impl Plugin {
         let secrets = self.secrets("DeleteVolume");
         let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), secrets };
         call!(self, controller.delete_volume, "DeleteVolume", request)?;
-        self.ledger.forget(|made| matches!(made, Made::Volume { id: Some(found), .. } if found == id));
+        self.ledger.forget(|made| matches!(made.what, What::Volume(_)) && made.is(id));
         Ok(())
     }
 
@@ -195,7 +191,7 @@ impl Plugin {
             parameters: self.settings.snapshot_parameters.clone(),
             accessibility_requirements: self.claims.snapshot_topology.clone().map(required),
         };
-        self.ledger.push(Made::Snapshot { request: Box::new(request.clone()), id: None });
+        self.ledger.push(What::Snapshot(Box::new(request.clone())));
         self.create_snapshot_again(request, true).await
     }
 
@@ -208,10 +204,9 @@ impl Plugin {
     ) -> Result<String, Wrong> {
         loop {
             let answer = call!(self, controller.create_snapshot, "CreateSnapshot", request)?;
-            let snapshot = answer.snapshot;
-            let snapshot =
-                snapshot.ok_or_else(|| Wrong::new("CreateSnapshot: the answer holds no snapshot"))?;
-            self.ledger.snapshot_is(&request.name, &snapshot.snapshot_id);
+            let none = || Wrong::new("CreateSnapshot: the answer holds no snapshot");
+            let snapshot = answer.snapshot.ok_or_else(none)?;
+            self.ledger.has_ids(&request.name, &[&snapshot.snapshot_id]);
             if snapshot.ready_to_use || !ready {
                 return Ok(snapshot.snapshot_id);
             }
@@ -224,19 +219,19 @@ impl Plugin {
         let secrets = self.secrets("DeleteSnapshot");
         let request = proto::DeleteSnapshotRequest { snapshot_id: id.to_owned(), secrets };
         call!(self, controller.delete_snapshot, "DeleteSnapshot", request)?;
-        self.ledger.forget(|made| matches!(made, Made::Snapshot { id: Some(found), .. } if found == id));
+        self.ledger.forget(|made| matches!(made.what, What::Snapshot(_)) && made.is(id));
         Ok(())
     }
 
     /// CreateVolumeGroupSnapshot of one volume, until it is ready: the ids of the group and of its member.
-    pub async fn create_group(&self, volume_id: &str) -> Result<(String, String), Wrong> {
+    pub async fn create_group(&self, volume_id: &str) -> Result<[String; 2], Wrong> {
         let request = proto::CreateVolumeGroupSnapshotRequest {
             name: format!("{}-group-{}", self.run, self.ledger.next()),
             source_volume_ids: vec![volume_id.to_owned()],
             secrets: self.secrets("CreateVolumeGroupSnapshot"),
             ..Default::default()
         };
-        self.ledger.push(Made::Group { request: Box::new(request.clone()), ids: None });
+        self.ledger.push(What::Group(Box::new(request.clone())));
         self.create_group_again(request).await
     }
 
@@ -244,18 +239,15 @@ impl Plugin {
     pub async fn create_group_again(
         &self,
         request: proto::CreateVolumeGroupSnapshotRequest,
-    ) -> Result<(String, String), Wrong> {
+    ) -> Result<[String; 2], Wrong> {
         loop {
             let answer =
                 call!(self, groups.create_volume_group_snapshot, "CreateVolumeGroupSnapshot", request)?;
-            let group = answer.group_snapshot;
-            let group =
-                group.ok_or_else(|| Wrong::new("CreateVolumeGroupSnapshot: the answer holds no group"))?;
-            let member = group.snapshots.first();
-            let member =
-                member.ok_or_else(|| Wrong::new("CreateVolumeGroupSnapshot: the group has no member"))?;
-            let ids = (group.group_snapshot_id.clone(), member.snapshot_id.clone());
-            self.ledger.group_is(&request.name, &ids);
+            let none = |what: &str| Wrong::new(format!("CreateVolumeGroupSnapshot: the {what}"));
+            let group = answer.group_snapshot.ok_or_else(|| none("answer holds no group"))?;
+            let member = group.snapshots.first().ok_or_else(|| none("group has no member"))?;
+            let ids = [group.group_snapshot_id.clone(), member.snapshot_id.clone()];
+            self.ledger.has_ids(&request.name, &[&ids[0], &ids[1]]);
             if group.ready_to_use {
                 return Ok(ids);
             }
@@ -271,7 +263,7 @@ impl Plugin {
             secrets: self.secrets("DeleteVolumeGroupSnapshot"),
         };
         call!(self, groups.delete_volume_group_snapshot, "DeleteVolumeGroupSnapshot", request)?;
-        self.ledger.forget(|made| matches!(made, Made::Group { ids: Some((found, _)), .. } if found == id));
+        self.ledger.forget(|made| matches!(made.what, What::Group(_)) && made.is(id));
         Ok(())
     }
 

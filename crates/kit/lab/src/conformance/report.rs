@@ -283,25 +283,10 @@ fn tell(text: &str) {
 
 /// Prints the table of cases.
 pub(super) fn list<S: Subject>(cases: &[&Case<S>], json: bool) -> io::Result<()> {
-    #[derive(Serialize)]
-    struct Row {
-        name: &'static str,
-        level: Level,
-        section: &'static str,
-        requirement: &'static str,
-    }
-    let rows = cases.iter().map(|case| Row {
-        name: case.name,
-        level: case.level,
-        section: case.section,
-        requirement: case.requirement,
-    });
-    let rows: Vec<Row> = rows.collect();
-    shell::show(json, &rows, || {
-        let line =
-            |row: &Row| format!("{:<6}  {:<28} {}: {}\n", row.level, row.name, row.section, row.requirement);
-        rows.iter().map(line).collect()
-    })
+    let line = |case: &&Case<S>| {
+        format!("{:<6}  {:<28} {}: {}\n", case.level, case.name, case.section, case.requirement)
+    };
+    shell::show(json, cases, || cases.iter().map(line).collect())
 }
 
 fn millis(duration: Duration) -> f64 {

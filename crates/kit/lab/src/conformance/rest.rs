@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::answer::{Answer, Messages};
+use super::answer::{Answer, name};
 use super::ranges::Ranges;
 use super::subject::{Kind, Prepared, Subject};
 use super::verdict::{Verdict, Wrong};
@@ -17,22 +17,13 @@ pub(super) async fn overdue<S: Subject>(
     read: usize,
 ) -> Result<Answer, Wrong> {
     let deadline = Instant::now() + Duration::from_millis(options.timeout_ms.unwrap_or(0));
-    let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-    let mut stream = match S::open(client, question, options).await {
-        Ok(stream) => stream,
-        Err(status) => return Ok(Answer { end: Err(status), ..answer }),
-    };
-    loop {
-        if answer.messages.len() == read {
-            let late = deadline + Duration::from_millis(20);
-            tokio::time::sleep(late.saturating_duration_since(Instant::now())).await;
-        }
-        match stream.next().await {
-            Ok(Some(message)) => answer.messages.push(message),
-            Ok(None) => return Ok(answer),
-            Err(status) => return Ok(Answer { end: Err(status), ..answer }),
-        }
-    }
+    let late = deadline + Duration::from_millis(20);
+    let opened = S::open(client, question, options).await;
+    Answer::read_slowly(opened, &name(question, options), |messages| match messages == read {
+        true => late.saturating_duration_since(Instant::now()),
+        false => Duration::ZERO,
+    })
+    .await
 }
 
 /// Whether a stream of that many messages ended with an error after its first one and before its last: until then it was open.

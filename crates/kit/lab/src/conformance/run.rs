@@ -83,7 +83,7 @@ pub(super) async fn run<S: Subject>(
     }
     loop {
         run.start();
-        run.tell(report);
+        run.tell(report, run.over());
         tokio::select! {
             ended = run.steps.join_next() => match ended {
                 Some(Ok(ended)) => run.note(ended),
@@ -101,7 +101,7 @@ pub(super) async fn run<S: Subject>(
         }
     }
     run.steps.shutdown().await;
-    run.tell_all(report);
+    run.tell(report, cases.len());
     at_rest(REST).await;
     tokio::select! {
         left = subject.clean_up(patience.min(CLEAN_UP)) => report.left_behind = left,
@@ -350,18 +350,13 @@ impl<'c, S: Subject> Run<'c, S> {
         self.progress[at] = Progress::Done(Outcome::of(self.cases[at], judged, started, took));
     }
 
-    /// Reports what is over up to the first case that is not.
-    fn tell(&mut self, report: &mut Report) {
-        let over = self.progress.iter().take_while(|progress| progress.is_over()).count();
-        self.tell_some(report, over);
+    /// How many cases are over up to the first that is not.
+    fn over(&self) -> usize {
+        self.progress.iter().take_while(|progress| progress.is_over()).count()
     }
 
-    /// Reports all that is over.
-    fn tell_all(&mut self, report: &mut Report) {
-        self.tell_some(report, self.cases.len());
-    }
-
-    fn tell_some(&mut self, report: &mut Report, up_to: usize) {
+    /// Reports what is over of that many cases.
+    fn tell(&mut self, report: &mut Report, up_to: usize) {
         for progress in self.progress[..up_to].iter_mut().filter(|progress| progress.is_over()) {
             if let Progress::Done(outcome) = std::mem::replace(progress, Progress::Told) {
                 report.add(outcome);

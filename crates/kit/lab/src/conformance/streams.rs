@@ -102,17 +102,17 @@ pub(super) async fn slow_reader<S: Subject>(subject: &S, kind: Kind) -> Judged {
     let is_long = |rest: &&Rest| rest.messages * MESSAGE > AHEAD;
     let Some(rest) = rests.iter().find(is_long).or(rests.last()) else { return subject.without_tuples() };
     let options = rest.options(subject);
-    let refused = |status| Wrong::call(&format!("{}, read slowly", name(&rest.question, &options)), &status);
-    let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-    let mut stream = S::open(&mut client, &rest.question, &options).await.map_err(refused)?;
-    while let Some(message) = stream.next().await.map_err(refused)? {
-        answer.messages.push(message);
-        let read = answer.messages.len();
-        if read == rest.messages / 8 {
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        } else if read.is_multiple_of(rest.messages / 16 + 1) {
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+    let call = format!("{}, read slowly", name(&rest.question, &options));
+    let opened = S::open(&mut client, &rest.question, &options).await;
+    let answer = Answer::read_slowly(opened, &call, |read| match read {
+        0 => Duration::ZERO,
+        read if read == rest.messages / 8 => Duration::from_secs(1),
+        read if read.is_multiple_of(rest.messages / 16 + 1) => Duration::from_millis(50),
+        _ => Duration::ZERO,
+    })
+    .await?;
+    if let Err(status) = &answer.end {
+        return Err(Wrong::call(&call, status));
     }
     missing(LISTED, &rest.must, &answer.ranges())
         .map_err(|wrong| wrong.at("read slowly, it ended with OK"))?;

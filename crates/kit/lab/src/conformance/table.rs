@@ -31,17 +31,17 @@ const LAST: &[Need] = &[Need::Alone];
 /// function and requirement.
 macro_rules! case {
     (both $name:literal $level:ident $sections:ident $needs:ident $test:path, $requirement:literal) => {
-        Case::both(
-            [concat!("allocated-", $name), concat!("delta-", $name)],
-            $level,
-            $sections,
-            $requirement,
-            $needs,
-            [|fixtures| Box::pin($test(fixtures, Allocated)), |fixtures| Box::pin($test(fixtures, Delta))],
-        )
+        vec![
+            Case::of(concat!("allocated-", $name), $level, $sections[0], $requirement, $needs, |fixtures| {
+                Box::pin($test(fixtures, Allocated))
+            }),
+            Case::of(concat!("delta-", $name), $level, $sections[1], $requirement, $needs, |fixtures| {
+                Box::pin($test(fixtures, Delta))
+            }),
+        ]
     };
     (one $name:literal $level:ident $section:ident $needs:ident $test:path, $requirement:literal) => {
-        Case::one($name, $level, $section, $requirement, $needs, |fixtures| Box::pin($test(fixtures)))
+        vec![Case::of($name, $level, $section, $requirement, $needs, |fixtures| Box::pin($test(fixtures)))]
     };
 }
 
@@ -51,7 +51,6 @@ macro_rules! cases {
     };
 }
 
-/// All cases.
 pub(super) fn cases() -> Vec<Case<Fixtures>> {
     const RPCS: [&str; 2] = [ALLOCATED, DELTA];
     const FORMATS: [&str; 2] = [FORMAT; 2];

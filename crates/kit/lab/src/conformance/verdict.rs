@@ -93,3 +93,13 @@ pub(super) fn remarked(remarks: Vec<String>) -> Judged {
         false => Ok(Verdict::Allowed(remarks.join("; "))),
     }
 }
+
+/// The same with the first remark, of many that are alike.
+pub(super) fn remarked_once(remarks: Vec<String>) -> Judged {
+    remarked(remarks.into_iter().take(1).collect())
+}
+
+/// What is allowed where an answer would have no tuples.
+pub(super) fn without_message() -> Judged {
+    Ok(Verdict::Allowed("OK without a message: the client gets neither type nor capacity".into()))
+}

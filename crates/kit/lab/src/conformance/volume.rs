@@ -69,10 +69,20 @@ impl OpenVolume {
         Ok(())
     }
 
-    /// Takes a snapshot.
     pub async fn snapshot(&self, plugin: &Plugin) -> Result<Snap, Wrong> {
-        let id = plugin.create_snapshot(&self.volume.id).await?;
-        Ok(Snap { id, content: self.content.clone(), size: self.size, reported_size: self.reported_size })
+        Ok(self.taken(plugin.create_snapshot(&self.volume.id).await?))
+    }
+
+    /// The snapshot that was taken just now and has this id.
+    pub fn taken(&self, id: String) -> Snap {
+        Snap { id, content: self.content.clone(), size: self.size, reported_size: self.reported_size }
+    }
+
+    /// Writes 14 places, a few blocks each, at a distance from their begin that the seed says.
+    pub async fn write_places(&mut self, seed: u64) -> Result<(), Wrong> {
+        let step = self.blocks() / 16;
+        let places = (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed });
+        self.write(places.collect()).await
     }
 
     /// 4 KiB blocks of the device.

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use super::caller::Caller;
 use super::catalog::Kind;
-use super::request::{Asked, Stream};
+use super::request::Asked;
 use super::spec::{Spec, When};
 use crate::random;
 
@@ -127,17 +128,17 @@ pub(super) fn is_about(spec: &Spec, asked: &Asked) -> bool {
     let limits = &spec.limits;
     let of_stream = |when: When| {
         asked.stream.as_ref().is_some_and(|stream| match when {
-            When::Whole => stream.offset() == 0,
-            When::Resumed => stream.offset() != 0,
-            When::Unaligned => stream.offset() % 4096 != 0,
-            When::NegativeBound => stream.max_results() < 0,
+            When::Whole => stream.offset == 0,
+            When::Resumed => stream.offset != 0,
+            When::Unaligned => stream.offset % 4096 != 0,
+            When::NegativeBound => stream.max_results < 0,
         })
     };
     spec.is_for(&asked.call)
         && limits.snapshot.as_ref().is_none_or(|id| asked.snapshots().any(|asked| asked == id))
         && limits.account.as_ref().is_none_or(|account| {
-            let caller = asked.stream.as_ref().and_then(Stream::caller);
-            caller.and_then(|caller| caller.account()).is_some_and(|asking| asking == *account)
+            let caller = asked.stream.as_ref().and_then(|stream| stream.caller.as_ref());
+            caller.and_then(Caller::account).is_some_and(|asking| asking == *account)
         })
         && limits.when.is_none_or(of_stream)
 }

@@ -15,7 +15,7 @@ use super::catalog::Kind;
 
 /// Who asks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Caller {
+pub(crate) struct Caller {
     pub token: String,
     pub namespace: String,
 }
@@ -44,7 +44,7 @@ impl Caller {
     }
 
     /// Whether a fault lets this one, who was let in, stand in for another who was refused with `code`.
-    pub fn stands_in_for(&self, other: &Caller, code: Code, fault: Kind) -> bool {
+    pub(super) fn stands_in_for(&self, other: &Caller, code: Code, fault: Kind) -> bool {
         let is_unknown = code == Code::Unauthenticated && !other.token.is_empty();
         let audience_differs = other.is_for_another_audience(self);
         match fault {

@@ -7,7 +7,6 @@ pub(super) const STREAMS: &[&str] = &["GetMetadataAllocated", "GetMetadataDelta"
 const DELTA: &[&str] = &["GetMetadataDelta"];
 const SNAPSHOT: &[&str] = &["CreateSnapshot"];
 const PLUGIN: &[&str] = &["GetPluginCapabilities"];
-/// All calls.
 const ALL: &[&str] = &["*"];
 /// No call: the connection itself.
 pub(super) const CONNECTION: &[&str] = &["connection"];

@@ -13,38 +13,29 @@ use super::catalog;
 use super::proxy::Proxy;
 use super::spec::parse_all;
 
-/// What it answers.
 pub(super) fn router(proxy: Arc<Proxy>) -> Router {
+    let faults = get(async |State(proxy): State<Arc<Proxy>>| json(&proxy.active.rows()))
+        .post(async |State(proxy): State<Arc<Proxy>>, body: String| set(&proxy, &body, false))
+        .put(async |State(proxy): State<Arc<Proxy>>, body: String| set(&proxy, &body, true))
+        .delete(async |State(proxy): State<Arc<Proxy>>| {
+            proxy.active.replace(Vec::new());
+            StatusCode::NO_CONTENT
+        });
+    let unknown = async || (StatusCode::NOT_FOUND, "there is /faults, /faults/ID, /catalog and /healthz\n");
     Router::new()
-        .route("/faults", get(list).post(add).put(replace).delete(clear))
+        .route("/faults", faults)
         .route("/faults/{id}", delete(remove))
-        .route("/catalog", get(async || json(StatusCode::OK, &catalog::all())))
+        .route("/catalog", get(async || json(&catalog::all())))
         .route("/healthz", get(async || "ok\n"))
         .route("/{*rest}", get(unknown))
         .with_state(proxy)
 }
 
-fn json(status: StatusCode, value: &impl Serialize) -> Response {
+fn json(value: &impl Serialize) -> Response {
     match serde_json::to_string_pretty(value) {
-        Ok(text) => (status, [(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
+        Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
     }
-}
-
-async fn unknown() -> Response {
-    (StatusCode::NOT_FOUND, "there is /faults, /faults/ID, /catalog and /healthz\n").into_response()
-}
-
-async fn list(State(proxy): State<Arc<Proxy>>) -> Response {
-    json(StatusCode::OK, &proxy.active.rows())
-}
-
-async fn add(State(proxy): State<Arc<Proxy>>, body: String) -> Response {
-    set(&proxy, &body, false)
-}
-
-async fn replace(State(proxy): State<Arc<Proxy>>, body: String) -> Response {
-    set(&proxy, &body, true)
 }
 
 /// On a mistake in any of them nothing changes.
@@ -59,15 +50,10 @@ fn set(proxy: &Proxy, text: &str, replaces: bool) -> Response {
                 true => proxy.active.replace(specs),
                 false => proxy.active.add(specs),
             };
-            json(StatusCode::OK, &added)
+            json(&added)
         }
         Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
     }
-}
-
-async fn clear(State(proxy): State<Arc<Proxy>>) -> Response {
-    proxy.active.replace(Vec::new());
-    StatusCode::NO_CONTENT.into_response()
 }
 
 async fn remove(State(proxy): State<Arc<Proxy>>, Path(id): Path<u64>) -> Response {

@@ -47,17 +47,12 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
 #[derive(Clone)]
 pub(crate) struct Tls {
     good: TlsAcceptor,
-    /// None where the certificate is the user's own.
-    bad: Option<Bad>,
+    /// What each of [`CERTIFICATES`] shows instead. None where the certificate is the user's own.
+    bad: Option<[TlsAcceptor; 3]>,
 }
 
-/// What faults show instead.
-#[derive(Clone)]
-struct Bad {
-    expired: TlsAcceptor,
-    other_host: TlsAcceptor,
-    other_authority: TlsAcceptor,
-}
+/// Faults that show a certificate of their own.
+pub(super) const CERTIFICATES: [Kind; 3] = [Kind::TlsExpired, Kind::TlsOtherHost, Kind::TlsOtherAuthority];
 
 /// A host that nobody connects to.
 const OTHER_HOST: &str = "another-host.cbt-lab.invalid";
@@ -105,14 +100,10 @@ impl Tls {
             ];
             Ok((ca, leaf(&issuer, &names, soon)?, bad))
         };
-        let (ca, good, [expired, other_host, other_authority]) =
+        let (ca, good, [expired, host, authority]) =
             make().map_err(|error| format!("make a certificate for {host}: {error}"))?;
         let acceptor = |(chain, key): (String, String)| acceptor(chain.as_bytes(), key.as_bytes());
-        let bad = Bad {
-            expired: acceptor(expired)?,
-            other_host: acceptor(other_host)?,
-            other_authority: acceptor(other_authority)?,
-        };
+        let bad = [acceptor(expired)?, acceptor(host)?, acceptor(authority)?];
         Ok((Tls { good: acceptor(good)?, bad: Some(bad) }, ca))
     }
 }
@@ -210,13 +201,8 @@ async fn connection(stream: Box<dyn Io>, tls: Option<Tls>, proxy: Arc<Proxy>) {
     let stream: Box<dyn Io> = match tls {
         None => stream,
         Some(tls) => {
-            let has = |kind| proxy.active.has(kind);
-            let acceptor = match tls.bad {
-                Some(bad) if has(Kind::TlsExpired) => bad.expired,
-                Some(bad) if has(Kind::TlsOtherHost) => bad.other_host,
-                Some(bad) if has(Kind::TlsOtherAuthority) => bad.other_authority,
-                _ => tls.good,
-            };
+            let fault = CERTIFICATES.iter().position(|kind| proxy.active.has(*kind));
+            let acceptor = fault.and_then(|fault| Some(&tls.bad.as_ref()?[fault])).unwrap_or(&tls.good);
             match tokio::time::timeout(GREETING, acceptor.accept(stream)).await {
                 Ok(Ok(stream)) => Box::new(stream),
                 _ => return,

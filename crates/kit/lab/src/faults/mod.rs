@@ -38,10 +38,12 @@ use tokio::net::TcpListener;
 use super::{Done, Output};
 use active::{Active, Row};
 pub(crate) use address::Address;
-use catalog::Kind;
+pub(crate) use caller::Caller;
+use listen::CERTIFICATES;
 pub(crate) use listen::{Listener, Tls};
-pub(crate) use play::trailers;
+pub(crate) use play::{answer, response, trailers};
 pub(crate) use proxy::Proxy;
+pub(crate) use request::Stream;
 use spec::{Spec, parse_all};
 pub(crate) use upstream::{Local, Upstream};
 
@@ -87,7 +89,7 @@ pub(crate) struct Faults {
     faults_file: Option<PathBuf>,
     /// What decides where a fault leaves it to chance.
     #[arg(long, value_name = "NUMBER", default_value_t = 1)]
-    seed: u64,
+    pub seed: u64,
     /// Address of the HTTP API that turns faults on and off, as in 127.0.0.1:9900; port 0 takes a free one. It
     /// has no access control.
     #[arg(long, value_name = "HOST:PORT", value_parser = control_address)]
@@ -130,10 +132,6 @@ impl Faults {
             specs.extend(parse_all(text).map_err(|error| Usage(format!("--fault: {error}")))?);
         }
         Ok(specs)
-    }
-
-    pub fn seed(&self) -> u64 {
-        self.seed
     }
 }
 
@@ -217,8 +215,7 @@ pub(crate) async fn serve(
     output: Output,
 ) -> Result<(), Box<dyn Error>> {
     let specs = faults.specs()?;
-    let of_certificates = [Kind::TlsExpired, Kind::TlsOtherHost, Kind::TlsOtherAuthority];
-    if let Some(spec) = specs.iter().find(|spec| of_certificates.contains(&spec.entry.kind))
+    if let Some(spec) = specs.iter().find(|spec| CERTIFICATES.contains(&spec.entry.kind))
         && !listeners.iter().any(Listener::has_certificates)
     {
         let why =

@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::{Stream as Frames, StreamExt};
 use http_body_util::StreamBody;
 use hyper::body::{Body as HttpBody, Frame};
 use prost::Message as _;
-use serve::relay::{frame, unframe};
+use serve::relay::{frame, frame_bytes, unframe};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, HeaderValue};
+use tonic::codegen::http::{HeaderMap, HeaderValue, Response, header};
 use tonic::{Code, Status};
 
 use super::catalog::Kind;
@@ -187,9 +187,7 @@ impl Play {
                 Act::Go
             }
             Kind::BaseGone if is_there => {
-                if let Some(base) = self.asked.base() {
-                    self.open.seen.facts().bases_gone.insert(base.to_owned());
-                }
+                self.open.seen.facts().bases_gone.extend(self.asked.base.clone());
                 Act::End(ended(spec))
             }
             _ => Act::Go,
@@ -245,7 +243,7 @@ impl Play {
     /// An answer without tuples that a fault is about.
     fn without_tuples(&mut self, messages: Vec<Message>) {
         let capacity = messages.first().map_or(0, |message| message.volume_capacity_bytes);
-        let offset = self.asked.offset();
+        let offset = self.asked.offset;
         let (mut messages, mut end) = (messages, None);
         for spec in &self.faults {
             match spec.entry.kind {
@@ -290,11 +288,7 @@ impl Play {
         prost::encoding::encode_varint(UNKNOWN, &mut body);
         prost::encoding::encode_varint(missing as u64, &mut body);
         body.resize(body.len() + missing, 0);
-        let mut framed = BytesMut::with_capacity(5 + body.len());
-        framed.put_u8(0);
-        framed.put_u32(body.len() as u32);
-        framed.put_slice(&body);
-        framed.freeze()
+        frame_bytes(&body)
     }
 
     fn over(&mut self, status: &Status) -> Frame<Bytes> {
@@ -362,6 +356,20 @@ pub(crate) fn trailers(status: &Status) -> HeaderMap {
         trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
     }
     trailers
+}
+
+/// An answer with the head that gRPC has.
+pub(crate) fn response(body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// An answer of these messages, each with its prefix, that ends with `OK`.
+pub(crate) fn answer(messages: impl IntoIterator<Item = Bytes>) -> Response<Body> {
+    let end = Frame::trailers(trailers(&Status::ok("")));
+    let frames: Vec<_> = messages.into_iter().map(Frame::data).chain([end]).map(Ok::<_, Status>).collect();
+    response(Body::new(StreamBody::new(futures_util::stream::iter(frames))))
 }
 
 /// An answer that no fault changes; it is noted whether it is read to its end.

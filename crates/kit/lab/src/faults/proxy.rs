@@ -5,21 +5,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited, StreamBody};
-use hyper::body::{Frame, Incoming};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
 use proto::*;
 use serve::relay::{self, deadline, frame, unframe};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::codegen::http::request::Parts;
-use tonic::codegen::http::{HeaderValue, Request, Response, header};
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, header};
 use tonic::{Code, Status};
 
 use super::active::{Active, is_about};
 use super::caller::Caller;
 use super::catalog::Kind;
 use super::change::{About, Message};
-use super::play::{Guarded, Play, replaced, trailers};
+use super::play::{Guarded, Play, answer, replaced};
 use super::request::{Asked, Stream, changed, lacks_secret};
 use super::seen::Seen;
 use super::spec::{Spec, parse_all};
@@ -36,7 +36,6 @@ const REQUEST: usize = 16 << 20;
 /// Calls that change nothing.
 const READS: [&str; 6] = ["Get", "List", "Probe", "Validate", "ControllerGet", "GroupControllerGet"];
 
-/// The proxy.
 pub(crate) struct Proxy {
     pub(super) upstream: Upstream,
     pub(super) active: Active,
@@ -125,7 +124,8 @@ impl Proxy {
         for spec in &met {
             self.meet(spec, call).await?;
             if spec.entry.kind == Kind::BaseGoneIsEmpty
-                && let Some(stream) = call.asked.stream.as_ref().filter(|stream| self.base_is_deleted(stream))
+                && let Some(stream) = &call.asked.stream
+                && stream.base.as_ref().is_some_and(|base| self.seen.facts().deleted.contains(base))
             {
                 return Ok(Some(self.empty(stream).await));
             }
@@ -133,34 +133,25 @@ impl Proxy {
         Ok(None)
     }
 
-    fn base_is_deleted(&self, stream: &Stream) -> bool {
-        stream.base().is_some_and(|base| self.seen.facts().deleted.contains(base))
-    }
-
     /// An answer without tuples in which nothing else is wrong: it has the type and the capacity that the driver tells of the
     /// target, or the capacity that was seen when it was made. Of a snapshot that nobody knows there is none to tell, and no message.
     async fn empty(&self, stream: &Stream) -> Response<Body> {
         let (path, body) = stream.allocated_of_target();
-        let told = match self.upstream.ask(path, body).await {
+        let told = match self.upstream.ask(&path, body).await {
             Ok(mut reader) => reader.next().await,
             Err(refused) => Err(refused),
         };
         let told = told.ok().flatten().and_then(|message| unframe::<Message>(message).ok());
         let told = told.map(|message| Message { block_metadata: Vec::new(), ..message });
         let message = told.or_else(|| {
-            let capacity = self.seen.facts().capacities.get(stream.target()).copied()?;
+            let capacity = self.seen.facts().capacities.get(&stream.target).copied()?;
             Some(Message {
                 block_metadata_type: BlockMetadataType::VariableLength.into(),
                 volume_capacity_bytes: capacity,
                 block_metadata: Vec::new(),
             })
         });
-        let message = message.map(|message| Ok::<_, Status>(Frame::data(frame(&message))));
-        let end = Ok(Frame::trailers(trailers(&Status::ok(""))));
-        let frames = futures_util::stream::iter(message.into_iter().chain([end]));
-        let mut response = Response::new(Body::new(StreamBody::new(frames)));
-        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        response
+        answer(message.iter().map(frame))
     }
 
     async fn meet(&self, spec: &Spec, call: &mut Call) -> Result<(), Status> {
@@ -200,12 +191,13 @@ impl Proxy {
             _ => {}
         }
         let Some(mut stream) = call.asked.stream.clone() else { return Ok(()) };
-        let (offset, bound) = (stream.offset(), stream.max_results());
+        let (offset, bound) = (stream.offset, stream.max_results);
         {
             let facts = self.seen.facts();
-            let (base, volume) = (stream.base().unwrap_or_default(), facts.volume_of(stream.target()));
+            let (base, volume) =
+                (stream.base.as_deref().unwrap_or_default(), facts.volume_of(&stream.target));
             let why = match spec.entry.kind {
-                Kind::SameIsRefused if !base.is_empty() && base == stream.target() => {
+                Kind::SameIsRefused if !base.is_empty() && base == stream.target => {
                     "base and target are the same"
                 }
                 Kind::FilesystemIsError if facts.mounted.contains(volume) => "a Filesystem volume",
@@ -226,13 +218,11 @@ impl Proxy {
             }
         }
         match spec.entry.kind {
-            Kind::IgnoreBound if bound > 0 => stream.set_max_results(0),
-            Kind::NegativeBoundIsNone | Kind::NegativeBoundCuts if bound < 0 => stream.set_max_results(0),
-            Kind::IgnoreOffset if offset > 0 => stream.set_offset(0),
+            Kind::IgnoreBound if bound > 0 => stream.max_results = 0,
+            Kind::NegativeBoundIsNone | Kind::NegativeBoundCuts if bound < 0 => stream.max_results = 0,
+            Kind::IgnoreOffset if offset > 0 => stream.offset = 0,
             // Far behind any volume it stays what it is.
-            Kind::RoundOffsetUp if offset > 0 && offset < 1 << 60 => {
-                stream.set_offset((offset + 4095) & !4095)
-            }
+            Kind::RoundOffsetUp if offset > 0 && offset < 1 << 60 => stream.offset = (offset + 4095) & !4095,
             _ => return Ok(()),
         }
         call.body = stream.body();
@@ -243,22 +233,22 @@ impl Proxy {
         let Call { head, path, body, asked, met, .. } = call;
         let answered = self.upstream.call(request(head, body.clone())).await?;
         let (headers, mut reader) = Reader::of(answered)?;
-        let Some(mut answer) = reader.next().await? else {
+        let Some(mut message) = reader.next().await? else {
             return Err(Status::internal(format!("{path}: its answer is empty")));
         };
         if reader.next().await?.is_some() {
             return Err(Status::internal(format!("{path}: its answer has two messages")));
         }
-        self.seen.facts().after(&asked.call, &body, &answer);
-        if let Some(id) = of_snapshot.first().and_then(|_| created(&answer)) {
+        self.seen.facts().after(&asked.call, &body, &message);
+        if let Some(id) = of_snapshot.first().and_then(|_| created(&message)) {
             self.remember(&id, of_snapshot);
         }
         for spec in &met {
             match spec.entry.kind {
                 Kind::NotReady if asked.call == "CreateSnapshot" => {
-                    let id = created(&answer).unwrap_or_default();
+                    let id = created(&message).unwrap_or_default();
                     if self.seen.facts().count(format!("not ready {id}")) < spec.values.times {
-                        answer = changed(&answer, |answer: &mut CreateSnapshotResponse| {
+                        message = changed(&message, |answer: &mut CreateSnapshotResponse| {
                             answer.snapshot.iter_mut().for_each(|snapshot| snapshot.ready_to_use = false);
                         })?;
                     }
@@ -274,16 +264,10 @@ impl Proxy {
                         ));
                     }
                 }
-                kind => answer = unclaimed(kind, &asked.call, answer)?,
+                kind => message = unclaimed(kind, &asked.call, message)?,
             }
         }
-        let mut response = Response::new(Body::new(StreamBody::new(futures_util::stream::iter([
-            Ok::<_, Status>(Frame::data(answer)),
-            Ok(Frame::trailers(trailers(&Status::ok("")))),
-        ]))));
-        *response.headers_mut() = headers;
-        response.headers_mut().remove(header::CONTENT_LENGTH);
-        Ok(response)
+        Ok(with_head(answer([message]), headers))
     }
 
     /// The faults that a snapshot was made with are on for calls about it.
@@ -326,16 +310,13 @@ impl Proxy {
         };
         let faults = met.into_iter().zip(abouts).collect();
         let play = Play::new(reader, stream, faults, open, connection, deadline);
-        let mut response = Response::new(play.body());
-        *response.headers_mut() = headers;
-        response.headers_mut().remove(header::CONTENT_LENGTH);
-        Ok(response)
+        Ok(with_head(Response::new(play.body()), headers))
     }
 
     /// Notes whom a gateway lets in. Where it has refused and a fault takes the caller for one whom it let in before, the
     /// request of that one.
     fn stand_in(&self, stream: &Stream, answered: &Response<Body>, met: &[Arc<Spec>]) -> Option<Stream> {
-        let caller = stream.caller()?;
+        let caller = stream.caller.clone()?;
         let mut facts = self.seen.facts();
         let refused = relay::status(answered.headers()).map(|status| status.code());
         let Some(code) = refused.filter(|code| *code != Code::Ok) else {
@@ -348,15 +329,16 @@ impl Proxy {
         };
         let stands_in =
             |let_in: &&Caller| met.iter().any(|spec| let_in.stands_in_for(&caller, code, spec.entry.kind));
-        facts.let_in.iter().rev().find(stands_in).map(|let_in| stream.clone().by(let_in))
+        let caller = facts.let_in.iter().rev().find(stands_in).cloned()?;
+        Some(Stream { caller: Some(caller), ..stream.clone() })
     }
 
     /// What a fault has to know of a stream.
     async fn about(&self, spec: &Spec, stream: &Stream) -> Result<About, Status> {
-        let mut about = About { offset: stream.offset(), seed: self.seed, ..About::default() };
+        let mut about = About { offset: stream.offset, seed: self.seed, ..About::default() };
         if spec.entry.kind == Kind::LoseDiscarded {
             let (path, body) = stream.allocated_of_target();
-            let mut reader = self.upstream.ask(path, body).await?;
+            let mut reader = self.upstream.ask(&path, body).await?;
             while let Some(message) = reader.next().await? {
                 let message: Message = unframe(message)?;
                 about
@@ -365,23 +347,23 @@ impl Proxy {
             }
         }
         let mut facts = self.seen.facts();
-        let volume = facts.volume_of(stream.target()).to_owned();
+        let volume = facts.volume_of(&stream.target).to_owned();
         let (grown, was) = (facts.grown.get(&volume).copied(), facts.capacity.get(&volume).copied());
         about.applies = match spec.entry.kind {
-            Kind::LoseAgain => stream.offset() == 0 && facts.count(format!("asked {}", stream.is())) > 0,
+            Kind::LoseAgain => stream.offset == 0 && facts.count(format!("asked {}", stream.is())) > 0,
             Kind::LoseAfterDelete => facts.counts.deletions > 0,
             Kind::LoseAfterRestore => !facts.restored.is_empty(),
             Kind::LoseRestored => facts.restored.contains(&volume),
             Kind::LoseAfterClone => facts.counts.clones > 0,
             Kind::LoseAfterModify => facts.counts.modifications > 0,
             Kind::LoseAfterExpand => grown.is_some(),
-            Kind::LoseMembers => facts.members.contains(stream.target()),
+            Kind::LoseMembers => facts.members.contains(&stream.target),
             Kind::LoseAfterCancel => facts.cancelled,
             Kind::LoseBeside => facts.open > 0,
-            Kind::NegativeBoundCuts => stream.max_results() < 0,
+            Kind::NegativeBoundCuts => stream.max_results < 0,
             Kind::FilesystemIsEmpty => facts.mounted.contains(&volume),
             Kind::BaseGoneLosesLater => {
-                let base = stream.base().unwrap_or_default();
+                let base = stream.base.as_deref().unwrap_or_default();
                 facts.deleted.contains(base) && facts.count(format!("answered {}", stream.is())) > 0
             }
             _ => false,
@@ -453,6 +435,13 @@ fn unclaimed(kind: Kind, call: &str, answer: Bytes) -> Result<Bytes, Status> {
         }
         _ => Ok(answer),
     }
+}
+
+/// An answer with the head of the one from behind, whose length it no longer has.
+fn with_head(mut answer: Response<Body>, mut headers: HeaderMap) -> Response<Body> {
+    headers.remove(header::CONTENT_LENGTH);
+    *answer.headers_mut() = headers;
+    answer
 }
 
 fn request(mut head: Parts, body: Bytes) -> Request<Body> {

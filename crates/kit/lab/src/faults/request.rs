@@ -1,6 +1,8 @@
 //! What a call asks, as far as faults have to know: its name, and of the two streams, at the driver's socket or a
 //! gateway's address, all of it.
 
+use std::collections::HashMap;
+
 use bytes::Bytes;
 use prost::Message;
 use proto::{kubernetes, *};
@@ -20,165 +22,139 @@ pub(super) struct Asked {
     pub snapshot: Option<String>,
 }
 
-/// The request of a stream.
+/// The request of a stream: of a delta, or of what the target holds where there is no base.
 #[derive(Clone, Debug)]
-pub(super) enum Stream {
-    Allocated(GetMetadataAllocatedRequest),
-    Delta(GetMetadataDeltaRequest),
-    GatewayAllocated(kubernetes::GetMetadataAllocatedRequest),
-    GatewayDelta(kubernetes::GetMetadataDeltaRequest),
+pub(crate) struct Stream {
+    pub base: Option<String>,
+    pub target: String,
+    pub offset: i64,
+    pub max_results: i32,
+    /// Who asks, at a gateway's address.
+    pub caller: Option<Caller>,
+    pub(super) secrets: HashMap<String, String>,
 }
 
 impl Asked {
     /// Reads the request at `path`, such as `/csi.v1.Identity/Probe`.
     pub fn read(path: &str, body: &Bytes) -> Result<Self, Status> {
-        let (service, call) = path.trim_start_matches('/').split_once('/').unwrap_or(("", path));
-        let body = || body.clone();
-        let stream = match (service, call) {
-            ("csi.v1.SnapshotMetadata", "GetMetadataAllocated") => Some(Stream::Allocated(unframe(body())?)),
-            ("csi.v1.SnapshotMetadata", "GetMetadataDelta") => Some(Stream::Delta(unframe(body())?)),
-            ("snapshotmetadata.SnapshotMetadata", "GetMetadataAllocated") => {
-                Some(Stream::GatewayAllocated(unframe(body())?))
+        let (_, call) = path.trim_start_matches('/').split_once('/').unwrap_or(("", path));
+        let snapshot = match path {
+            "/csi.v1.Controller/DeleteSnapshot" => {
+                Some(unframe::<DeleteSnapshotRequest>(body.clone())?.snapshot_id)
             }
-            ("snapshotmetadata.SnapshotMetadata", "GetMetadataDelta") => {
-                Some(Stream::GatewayDelta(unframe(body())?))
+            "/csi.v1.Controller/GetSnapshot" => {
+                Some(unframe::<GetSnapshotRequest>(body.clone())?.snapshot_id)
             }
             _ => None,
         };
-        let snapshot = match (service, call) {
-            ("csi.v1.Controller", "DeleteSnapshot") => {
-                Some(unframe::<DeleteSnapshotRequest>(body())?.snapshot_id)
-            }
-            ("csi.v1.Controller", "GetSnapshot") => Some(unframe::<GetSnapshotRequest>(body())?.snapshot_id),
-            _ => None,
-        };
-        Ok(Asked { call: call.to_owned(), stream, snapshot })
+        Ok(Asked { call: call.to_owned(), stream: Stream::read(path, body)?, snapshot })
     }
 
-    /// The snapshots that it names.
     pub fn snapshots(&self) -> impl Iterator<Item = &str> {
         let stream = self.stream.as_ref();
-        let of_stream = stream.into_iter().flat_map(|stream| [Some(stream.target()), stream.base()]);
-        of_stream.flatten().chain(self.snapshot.as_deref())
+        let of_stream = stream.into_iter().flat_map(|stream| [Some(&stream.target), stream.base.as_ref()]);
+        of_stream.flatten().chain(&self.snapshot).map(String::as_str)
     }
 }
 
-/// `each!(stream, request => value)`: the same of whichever request it is.
-macro_rules! each {
-    ($stream:expr, $request:ident => $value:expr) => {
-        match $stream {
-            Stream::Allocated($request) => $value,
-            Stream::Delta($request) => $value,
-            Stream::GatewayAllocated($request) => $value,
-            Stream::GatewayDelta($request) => $value,
-        }
-    };
-}
+/// Paths of the streams of a driver and of a gateway, of which both have these two calls.
+const OF_DRIVER: &str = "/csi.v1.SnapshotMetadata/";
+const OF_GATEWAY: &str = "/snapshotmetadata.SnapshotMetadata/";
+const ALLOCATED: &str = "GetMetadataAllocated";
+const DELTA: &str = "GetMetadataDelta";
 
 impl Stream {
-    pub fn offset(&self) -> i64 {
-        each!(self, request => request.starting_offset)
-    }
-
-    pub fn set_offset(&mut self, offset: i64) {
-        each!(self, request => request.starting_offset = offset);
-    }
-
-    pub fn max_results(&self) -> i32 {
-        each!(self, request => request.max_results)
-    }
-
-    pub fn set_max_results(&mut self, max_results: i32) {
-        each!(self, request => request.max_results = max_results);
-    }
-
-    pub fn target(&self) -> &str {
-        match self {
-            Stream::Allocated(request) => &request.snapshot_id,
-            Stream::Delta(request) => &request.target_snapshot_id,
-            Stream::GatewayAllocated(request) => &request.snapshot_name,
-            Stream::GatewayDelta(request) => &request.target_snapshot_name,
-        }
-    }
-
-    /// Who asks, at a gateway's address.
-    pub fn caller(&self) -> Option<Caller> {
-        let (token, namespace) = match self {
-            Stream::GatewayAllocated(request) => (&request.security_token, &request.namespace),
-            Stream::GatewayDelta(request) => (&request.security_token, &request.namespace),
-            Stream::Allocated(_) | Stream::Delta(_) => return None,
-        };
-        Some(Caller { token: token.clone(), namespace: namespace.clone() })
-    }
-
-    /// The same request by somebody else.
-    pub fn by(mut self, caller: &Caller) -> Self {
-        let Caller { token, namespace } = caller.clone();
-        match &mut self {
-            Stream::GatewayAllocated(request) => {
-                (request.security_token, request.namespace) = (token, namespace);
+    /// Reads the request at `path`; none of another call.
+    pub fn read(path: &str, body: &Bytes) -> Result<Option<Self>, Status> {
+        let body = body.clone();
+        Ok(match (path.strip_prefix(OF_DRIVER), path.strip_prefix(OF_GATEWAY)) {
+            (Some(ALLOCATED), _) => {
+                let request: GetMetadataAllocatedRequest = unframe(body)?;
+                let GetMetadataAllocatedRequest { snapshot_id: target, starting_offset: offset, .. } =
+                    request;
+                let (max_results, secrets) = (request.max_results, request.secrets);
+                Some(Stream { base: None, target, offset, max_results, caller: None, secrets })
             }
-            Stream::GatewayDelta(request) => (request.security_token, request.namespace) = (token, namespace),
-            Stream::Allocated(_) | Stream::Delta(_) => {}
-        }
-        self
-    }
-
-    /// The base of a delta.
-    pub fn base(&self) -> Option<&str> {
-        match self {
-            Stream::Delta(request) => Some(&request.base_snapshot_id),
-            Stream::GatewayDelta(request) => Some(&request.base_snapshot_id),
-            Stream::Allocated(_) | Stream::GatewayAllocated(_) => None,
-        }
+            (Some(DELTA), _) => {
+                let request: GetMetadataDeltaRequest = unframe(body)?;
+                let (base, target) = (Some(request.base_snapshot_id), request.target_snapshot_id);
+                let (offset, max_results) = (request.starting_offset, request.max_results);
+                Some(Stream { base, target, offset, max_results, caller: None, secrets: request.secrets })
+            }
+            (_, Some(ALLOCATED)) => {
+                let request: kubernetes::GetMetadataAllocatedRequest = unframe(body)?;
+                let caller = Caller { token: request.security_token, namespace: request.namespace };
+                Some(Stream {
+                    base: None,
+                    target: request.snapshot_name,
+                    offset: request.starting_offset,
+                    max_results: request.max_results,
+                    caller: Some(caller),
+                    secrets: HashMap::new(),
+                })
+            }
+            (_, Some(DELTA)) => {
+                let request: kubernetes::GetMetadataDeltaRequest = unframe(body)?;
+                let caller = Caller { token: request.security_token, namespace: request.namespace };
+                Some(Stream {
+                    base: Some(request.base_snapshot_id),
+                    target: request.target_snapshot_name,
+                    offset: request.starting_offset,
+                    max_results: request.max_results,
+                    caller: Some(caller),
+                    secrets: HashMap::new(),
+                })
+            }
+            _ => None,
+        })
     }
 
     /// Whether the same was asked.
     pub fn is(&self) -> String {
-        each!(self, request => format!("{:?} {} {}", self.base(), self.target(), request.starting_offset))
+        format!("{:?} {} {}", self.base, self.target, self.offset)
     }
 
-    /// The request as a body.
     pub fn body(&self) -> Bytes {
-        each!(self, request => frame(request))
-    }
-
-    /// What the target of a delta holds: path and body of that request.
-    pub fn allocated_of_target(&self) -> (&'static str, Bytes) {
-        match self {
-            Stream::Allocated(request) => {
-                let request =
-                    GetMetadataAllocatedRequest { starting_offset: 0, max_results: 0, ..request.clone() };
-                ("/csi.v1.SnapshotMetadata/GetMetadataAllocated", frame(&request))
+        let Stream { base, target, offset: starting_offset, max_results, caller, secrets } = self.clone();
+        match (caller, base) {
+            (None, None) => {
+                let snapshot_id = target;
+                frame(&GetMetadataAllocatedRequest { snapshot_id, starting_offset, max_results, secrets })
             }
-            Stream::Delta(request) => {
-                let request = GetMetadataAllocatedRequest {
-                    snapshot_id: request.target_snapshot_id.clone(),
-                    starting_offset: 0,
-                    max_results: 0,
-                    secrets: request.secrets.clone(),
-                };
-                ("/csi.v1.SnapshotMetadata/GetMetadataAllocated", frame(&request))
+            (None, Some(base_snapshot_id)) => frame(&GetMetadataDeltaRequest {
+                base_snapshot_id,
+                target_snapshot_id: target,
+                starting_offset,
+                max_results,
+                secrets,
+            }),
+            (Some(Caller { token: security_token, namespace }), None) => {
+                frame(&kubernetes::GetMetadataAllocatedRequest {
+                    security_token,
+                    namespace,
+                    snapshot_name: target,
+                    starting_offset,
+                    max_results,
+                })
             }
-            Stream::GatewayAllocated(request) => {
-                let request = kubernetes::GetMetadataAllocatedRequest {
-                    starting_offset: 0,
-                    max_results: 0,
-                    ..request.clone()
-                };
-                ("/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated", frame(&request))
-            }
-            Stream::GatewayDelta(request) => {
-                let request = kubernetes::GetMetadataAllocatedRequest {
-                    security_token: request.security_token.clone(),
-                    namespace: request.namespace.clone(),
-                    snapshot_name: request.target_snapshot_name.clone(),
-                    starting_offset: 0,
-                    max_results: 0,
-                };
-                ("/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated", frame(&request))
+            (Some(Caller { token: security_token, namespace }), Some(base_snapshot_id)) => {
+                frame(&kubernetes::GetMetadataDeltaRequest {
+                    security_token,
+                    namespace,
+                    base_snapshot_id,
+                    target_snapshot_name: target,
+                    starting_offset,
+                    max_results,
+                })
             }
         }
+    }
+
+    /// What the target holds: path and body of that request.
+    pub fn allocated_of_target(&self) -> (String, Bytes) {
+        let service = if self.caller.is_some() { OF_GATEWAY } else { OF_DRIVER };
+        let request = Stream { base: None, offset: 0, max_results: 0, ..self.clone() };
+        (format!("{service}{ALLOCATED}"), request.body())
     }
 }
 

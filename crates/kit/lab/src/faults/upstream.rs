@@ -2,27 +2,26 @@
 //! its answers message by message.
 
 use std::error::Error;
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::{Buf, Bytes, BytesMut};
 use http_body_util::BodyExt;
-use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use serve::relay::{self, deadline};
 use shell::Usage;
-use tokio::net::{TcpStream, UnixStream};
-use tokio_rustls::TlsConnector;
 use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, Request, Response, Uri, header};
+use tonic::codegen::http::{HeaderMap, Request, Response, header};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tower::ServiceExt;
 
 use super::address::Address;
+use crate::tls;
 
 /// What a stream may send ahead of the client, in bytes, and all streams of the connection. Small messages that wait are
 /// counted by their number too: h2 closes a connection on which too many wait, and allows more the larger its window is.
@@ -62,30 +61,19 @@ impl Upstream {
                 return Err(Usage(why).into());
             }
             (Address::Tcp { host, port, tls: true }, Some(ca)) => {
-                let connector = TlsConnector::from(Arc::new(config(ca)?));
+                let config = config(ca)?;
                 let name =
                     ServerName::try_from(host.clone()).map_err(|error| format!("{address}: {error}"))?;
-                let place = (host.clone(), *port);
-                let connect = tower::service_fn(move |_: Uri| {
-                    let (connector, name, place) = (connector.clone(), name.clone(), place.clone());
-                    async move {
-                        let stream = TcpStream::connect(place).await?;
-                        connector.connect(name, stream).await.map(TokioIo::new)
-                    }
-                });
-                endpoint(format!("http://{host}:{port}"))?.connect_with_connector_lazy(connect)
+                let endpoint = endpoint(format!("http://{host}:{port}"))?;
+                tls::channel(&endpoint, config, name, (host.clone(), *port))
             }
             (_, Some(_)) => {
                 return Err(Usage(format!("{address} is not https://, so it has no authority")).into());
             }
             (Address::Tcp { .. }, None) => endpoint(address.to_string())?.connect_lazy(),
             (Address::Unix(path), None) => {
-                let path = path.clone();
-                let connect = tower::service_fn(move |_: Uri| {
-                    let path = path.clone();
-                    async move { UnixStream::connect(path).await.map(TokioIo::new) }
-                });
-                endpoint("http://localhost".to_owned())?.connect_with_connector_lazy(connect)
+                let connector = csi_client::connector(path.clone());
+                endpoint("http://localhost".to_owned())?.connect_with_connector_lazy(connector)
             }
         };
         Ok(Upstream::Channel { channel, name: address.to_string() })
@@ -119,23 +107,13 @@ impl Upstream {
 
 /// Trusts the authorities in a PEM file.
 fn config(ca: &Path) -> Result<ClientConfig, String> {
-    let failed = |error: String| format!("{}: {error}", ca.display());
-    let mut roots = rustls::RootCertStore::empty();
-    for certificate in CertificateDer::pem_file_iter(ca).map_err(|error| failed(error.to_string()))? {
-        let certificate = certificate.map_err(|error| failed(error.to_string()))?;
-        roots.add(certificate).map_err(|error| failed(error.to_string()))?;
+    let failed = |error: &dyn fmt::Display| format!("{}: {error}", ca.display());
+    let all: Result<Vec<_>, _> = CertificateDer::pem_file_iter(ca).and_then(Iterator::collect);
+    let all = all.map_err(|error| failed(&error))?;
+    match all.is_empty() {
+        true => Err(failed(&"there is no certificate in it")),
+        false => tls::config(all).map_err(|error| failed(&error)),
     }
-    if roots.is_empty() {
-        return Err(failed("there is no certificate in it".into()));
-    }
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let mut config = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(|error| failed(error.to_string()))?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    Ok(config)
 }
 
 /// The messages of an answer.

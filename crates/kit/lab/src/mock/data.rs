@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use crate::conformance::ranges::Ranges;
 use crate::random;
 
 /// What changed between a snapshot and the one before.
@@ -150,20 +151,13 @@ pub(super) fn listed(text: &str, block_size: u64, capacity: u64, seed: u64) -> R
         let (offset, size) = (number(offset)?, number(size)?);
         match offset.checked_add(size) {
             Some(end) if size > 0 && end <= capacity => {
-                ranges.push((offset / block_size, end.div_ceil(block_size)));
+                ranges.push(offset / block_size..end.div_ceil(block_size));
             }
             _ => return Err(format!("{part} is empty or ends behind the capacity, {capacity}")),
         }
     }
-    ranges.sort_unstable();
-    let mut merged: Vec<(u64, u64)> = Vec::new();
-    for (start, end) in ranges {
-        match merged.last_mut() {
-            Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => merged.push((start, end)),
-        }
-    }
-    Ok(Changes::Listed { ranges: merged, seed })
+    let ranges = Ranges::of(ranges).iter().map(|range| (range.start, range.end)).collect();
+    Ok(Changes::Listed { ranges, seed })
 }
 
 #[cfg(test)]

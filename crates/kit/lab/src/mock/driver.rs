@@ -9,7 +9,7 @@ use proto::*;
 use tonic::Status;
 
 use super::data::{self, Changes};
-use super::state::{Snapshot, State, Volume, missing, page};
+use super::state::{Snapshot, State, Volume, missing, page, required};
 use crate::random;
 
 /// How the mock answers.
@@ -53,12 +53,8 @@ impl Driver {
     }
 
     pub fn create_volume(&self, request: CreateVolumeRequest) -> Result<CreateVolumeResponse, Status> {
-        if request.name.is_empty() {
-            return Err(missing("name"));
-        }
-        if request.volume_capabilities.is_empty() {
-            return Err(missing("volume_capabilities"));
-        }
+        required("name", &request.name)?;
+        required("volume_capabilities", &request.volume_capabilities)?;
         known(&request.mutable_parameters)?;
         let range = request.capacity_range.unwrap_or_default();
         let mut state = self.state();
@@ -110,9 +106,7 @@ impl Driver {
     }
 
     pub fn delete_volume(&self, request: &DeleteVolumeRequest) -> Result<DeleteVolumeResponse, Status> {
-        if request.volume_id.is_empty() {
-            return Err(missing("volume_id"));
-        }
+        required("volume_id", &request.volume_id)?;
         self.state().volumes.remove(&request.volume_id);
         Ok(DeleteVolumeResponse::default())
     }
@@ -157,9 +151,7 @@ impl Driver {
         request: &ValidateVolumeCapabilitiesRequest,
     ) -> Result<ValidateVolumeCapabilitiesResponse, Status> {
         self.state().volume(&request.volume_id)?;
-        if request.volume_capabilities.is_empty() {
-            return Err(missing("volume_capabilities"));
-        }
+        required("volume_capabilities", &request.volume_capabilities)?;
         let confirmed = validate_volume_capabilities_response::Confirmed {
             volume_context: request.volume_context.clone(),
             volume_capabilities: request.volume_capabilities.clone(),
@@ -170,12 +162,8 @@ impl Driver {
     }
 
     pub fn create_snapshot(&self, request: &CreateSnapshotRequest) -> Result<CreateSnapshotResponse, Status> {
-        if request.name.is_empty() {
-            return Err(missing("name"));
-        }
-        if request.source_volume_id.is_empty() {
-            return Err(missing("source_volume_id"));
-        }
+        required("name", &request.name)?;
+        required("source_volume_id", &request.source_volume_id)?;
         let mut state = self.state();
         self.snapshot(&mut state, &request.name, &request.source_volume_id, "", &request.parameters)?;
         Ok(CreateSnapshotResponse { snapshot: Some(state.snapshot(&request.name)?.tell(&request.name)) })
@@ -243,9 +231,7 @@ impl Driver {
     }
 
     pub fn delete_snapshot(&self, request: &DeleteSnapshotRequest) -> Result<DeleteSnapshotResponse, Status> {
-        if request.snapshot_id.is_empty() {
-            return Err(missing("snapshot_id"));
-        }
+        required("snapshot_id", &request.snapshot_id)?;
         if let Some(snapshot) = self.state().snapshots.get_mut(&request.snapshot_id) {
             snapshot.is_deleted = true;
         }
@@ -271,12 +257,8 @@ impl Driver {
         &self,
         request: &CreateVolumeGroupSnapshotRequest,
     ) -> Result<CreateVolumeGroupSnapshotResponse, Status> {
-        if request.name.is_empty() {
-            return Err(missing("name"));
-        }
-        if request.source_volume_ids.is_empty() {
-            return Err(missing("source_volume_ids"));
-        }
+        required("name", &request.name)?;
+        required("source_volume_ids", &request.source_volume_ids)?;
         let mut state = self.state();
         // All members or none.
         for volume in &request.source_volume_ids {
@@ -305,9 +287,7 @@ impl Driver {
         &self,
         request: &DeleteVolumeGroupSnapshotRequest,
     ) -> Result<DeleteVolumeGroupSnapshotResponse, Status> {
-        if request.group_snapshot_id.is_empty() {
-            return Err(missing("group_snapshot_id"));
-        }
+        required("group_snapshot_id", &request.group_snapshot_id)?;
         let mut state = self.state();
         for member in state.groups.remove(&request.group_snapshot_id).unwrap_or_default() {
             if let Some(snapshot) = state.snapshots.get_mut(&member) {

@@ -111,7 +111,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     until_stopped(async {
         let driver = Driver::new(Settings {
             name: arguments.driver_name.clone(),
-            seed: arguments.faults.seed(),
+            seed: arguments.faults.seed,
             block_size: arguments.block_size,
             fixed: arguments.block_metadata_type == Style::Fixed,
             tuples_per_message: arguments.tuples_per_message as usize,

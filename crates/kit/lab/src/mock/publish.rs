@@ -7,7 +7,7 @@ use tonic::Status;
 
 use super::data;
 use super::driver::Driver;
-use super::state::missing;
+use super::state::{missing, required};
 
 /// The most data that a published volume is written with.
 const PUBLISHED: u64 = 4 << 30;
@@ -15,9 +15,7 @@ const PUBLISHED: u64 = 4 << 30;
 impl Driver {
     /// Makes the target: of a Block volume a file with what the volume holds, of a Filesystem volume a directory.
     pub fn publish(&self, request: &NodePublishVolumeRequest) -> Result<NodePublishVolumeResponse, Status> {
-        if request.target_path.is_empty() {
-            return Err(missing("target_path"));
-        }
+        required("target_path", &request.target_path)?;
         let capability = request.volume_capability.as_ref().ok_or_else(|| missing("volume_capability"))?;
         let (capacity, history) = {
             let state = self.state();
@@ -52,12 +50,8 @@ impl Driver {
         &self,
         request: &NodeUnpublishVolumeRequest,
     ) -> Result<NodeUnpublishVolumeResponse, Status> {
-        if request.volume_id.is_empty() {
-            return Err(missing("volume_id"));
-        }
-        if request.target_path.is_empty() {
-            return Err(missing("target_path"));
-        }
+        required("volume_id", &request.volume_id)?;
+        required("target_path", &request.target_path)?;
         let target = Path::new(&request.target_path);
         let removed =
             if target.is_dir() { std::fs::remove_dir(target) } else { std::fs::remove_file(target) };

@@ -8,15 +8,15 @@ use futures_util::StreamExt;
 use http_body_util::StreamBody;
 use hyper::body::Frame;
 use prost::Message;
-use proto::{kubernetes, *};
+use proto::*;
 use serve::relay::{frame, unframe};
 use tonic::Status;
 use tonic::body::Body;
-use tonic::codegen::http::{HeaderValue, Response, header};
+use tonic::codegen::http::Response;
 
 use super::driver::Driver;
-use super::stream::Question;
-use crate::faults::{Local, trailers};
+use super::state::required;
+use crate::faults::{Caller, Local, Stream, answer, response, trailers};
 
 /// The driver, and what serves it.
 pub(super) struct Mock {
@@ -29,57 +29,12 @@ impl Local for Mock {
     fn call(&self, path: &str, deadline: Option<Instant>, body: Bytes) -> Result<Response<Body>, Status> {
         let driver = &self.driver;
         let unimplemented = || Err(Status::unimplemented(format!("the mock has no {path}")));
-        if let Some(call) = path.strip_prefix("/csi.v1.SnapshotMetadata/") {
-            return match call {
-                "GetMetadataAllocated" => {
-                    let request: GetMetadataAllocatedRequest = unframe(body)?;
-                    let GetMetadataAllocatedRequest { snapshot_id, starting_offset, max_results, .. } =
-                        &request;
-                    self.stream(None, snapshot_id, *starting_offset, *max_results, deadline)
-                }
-                "GetMetadataDelta" => {
-                    let request: GetMetadataDeltaRequest = unframe(body)?;
-                    let GetMetadataDeltaRequest {
-                        base_snapshot_id,
-                        target_snapshot_id,
-                        starting_offset,
-                        max_results,
-                        ..
-                    } = &request;
-                    self.stream(
-                        Some(base_snapshot_id),
-                        target_snapshot_id,
-                        *starting_offset,
-                        *max_results,
-                        deadline,
-                    )
-                }
-                _ => unimplemented(),
-            };
+        if path.starts_with("/snapshotmetadata.") && !self.serves_kubernetes {
+            return unimplemented();
         }
-        if let Some(call) = path.strip_prefix("/snapshotmetadata.SnapshotMetadata/")
-            && self.serves_kubernetes
-        {
-            return match call {
-                "GetMetadataAllocated" => {
-                    let request: kubernetes::GetMetadataAllocatedRequest = unframe(body)?;
-                    self.admit(&request.security_token, &request.namespace)?;
-                    self.stream(
-                        None,
-                        &request.snapshot_name,
-                        request.starting_offset,
-                        request.max_results,
-                        deadline,
-                    )
-                }
-                "GetMetadataDelta" => {
-                    let request: kubernetes::GetMetadataDeltaRequest = unframe(body)?;
-                    self.admit(&request.security_token, &request.namespace)?;
-                    let (base, target) = (&request.base_snapshot_id, &request.target_snapshot_name);
-                    self.stream(Some(base), target, request.starting_offset, request.max_results, deadline)
-                }
-                _ => unimplemented(),
-            };
+        if let Some(stream) = Stream::read(path, &body)? {
+            self.admit(&stream)?;
+            return self.stream(&stream, deadline);
         }
         match path {
             "/csi.v1.Identity/GetPluginInfo" => one(&GetPluginInfoResponse {
@@ -119,15 +74,8 @@ impl Local for Mock {
 }
 
 impl Mock {
-    fn stream(
-        &self,
-        base: Option<&str>,
-        target: &str,
-        offset: i64,
-        max_results: i32,
-        deadline: Option<Instant>,
-    ) -> Result<Response<Body>, Status> {
-        let messages = self.driver.stream(&Question { base, target, offset, max_results }, deadline)?;
+    fn stream(&self, asked: &Stream, deadline: Option<Instant>) -> Result<Response<Body>, Status> {
+        let messages = self.driver.stream(asked, deadline)?;
         let frames = futures_util::stream::unfold(Some(Box::pin(messages)), |messages| async move {
             let mut messages = messages?;
             let (frame, rest) = match messages.next().await {
@@ -140,14 +88,11 @@ impl Mock {
         Ok(response(Body::new(StreamBody::new(frames))))
     }
 
-    /// In the order of the community's sidecar.
-    fn admit(&self, token: &str, namespace: &str) -> Result<(), Status> {
-        if token.is_empty() {
-            return Err(Status::invalid_argument("security_token is missing"));
-        }
-        if namespace.is_empty() {
-            return Err(Status::invalid_argument("namespace is missing"));
-        }
+    /// Looks at who asks the Kubernetes service, in the order of the community's sidecar.
+    fn admit(&self, asked: &Stream) -> Result<(), Status> {
+        let Some(Caller { token, namespace }) = &asked.caller else { return Ok(()) };
+        required("security_token", token)?;
+        required("namespace", namespace)?;
         match &self.token {
             Some(wanted) if wanted != token => Err(Status::unauthenticated("unauthenticated user")),
             _ => Ok(()),
@@ -157,15 +102,7 @@ impl Mock {
 
 /// An answer of one message.
 fn one(message: &impl Message) -> Result<Response<Body>, Status> {
-    let frames =
-        [Ok::<_, Status>(Frame::data(frame(message))), Ok(Frame::trailers(trailers(&Status::ok(""))))];
-    Ok(response(Body::new(StreamBody::new(futures_util::stream::iter(frames)))))
-}
-
-fn response(body: Body) -> Response<Body> {
-    let mut response = Response::new(body);
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    response
+    Ok(answer([frame(message)]))
 }
 
 fn plugin_capabilities() -> GetPluginCapabilitiesResponse {

@@ -39,6 +39,14 @@ pub(super) fn missing(what: &str) -> Status {
     Status::invalid_argument(format!("{what} is missing"))
 }
 
+/// An error where a field that has to be given is empty.
+pub(super) fn required<T>(what: &str, field: &impl AsRef<[T]>) -> Result<(), Status> {
+    match field.as_ref().is_empty() {
+        true => Err(missing(what)),
+        false => Ok(()),
+    }
+}
+
 fn no_volume(id: &str) -> Status {
     match id {
         "" => missing("volume_id"),
@@ -72,17 +80,13 @@ impl State {
     }
 
     pub fn snapshot(&self, id: &str) -> Result<&Snapshot, Status> {
-        if id.is_empty() {
-            return Err(missing("the id of a snapshot"));
-        }
+        required("the id of a snapshot", &id)?;
         let there = self.snapshots.get(id).filter(|snapshot| !snapshot.is_deleted);
         there.ok_or_else(|| Status::not_found(format!("there is no snapshot {id:?}")))
     }
 
     pub fn group(&self, id: &str) -> Result<VolumeGroupSnapshot, Status> {
-        if id.is_empty() {
-            return Err(missing("group_snapshot_id"));
-        }
+        required("group_snapshot_id", &id)?;
         let members =
             self.groups.get(id).ok_or_else(|| Status::not_found(format!("there is no group {id:?}")))?;
         let members: Vec<proto::Snapshot> = members

@@ -8,29 +8,22 @@ use tonic::Status;
 
 use super::data::Tuples;
 use super::driver::{Driver, Settings};
+use crate::faults::Stream as Asked;
 
 /// Tuples of a message at most: with 22 bytes each they fit gRPC's 4 MiB.
 const TUPLES: usize = 100_000;
-
-/// One of the two questions.
-pub(super) struct Question<'a> {
-    pub base: Option<&'a str>,
-    pub target: &'a str,
-    pub offset: i64,
-    pub max_results: i32,
-}
 
 impl Driver {
     /// The messages of a stream. Each is made when it is asked for.
     pub fn stream(
         &self,
-        question: &Question<'_>,
+        asked: &Asked,
         deadline: Option<Instant>,
     ) -> Result<impl Stream<Item = Result<GetMetadataDeltaResponse, Status>> + Send + 'static, Status> {
         let state = self.state();
-        let Question { offset, max_results, .. } = *question;
-        let target = state.snapshot(question.target)?;
-        let since = match question.base {
+        let Asked { offset, max_results, .. } = *asked;
+        let target = state.snapshot(&asked.target)?;
+        let since = match &asked.base {
             None => 0,
             Some(base) => {
                 let base = match state.snapshots.get(base) {

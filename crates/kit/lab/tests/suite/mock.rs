@@ -6,11 +6,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use csi_client::{Client, Options, block_capability, from_snapshot, new_volume};
-use hyper_util::rt::TokioIo;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::{kubernetes, *};
 use tonic::Code;
-use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::{Lab, connect, delta, read};
 
@@ -126,13 +124,8 @@ async fn wrong_requests_are_refused_as_the_spec_has_it() {
     loop {
         let request = ListSnapshotsRequest { max_entries: 1, starting_token: token, ..Default::default() };
         let answer = client.controller.list_snapshots(request).await.expect("ListSnapshots").into_inner();
-        ids.extend(
-            answer
-                .entries
-                .into_iter()
-                .filter_map(|entry| entry.snapshot)
-                .map(|snapshot| snapshot.snapshot_id),
-        );
+        let snapshots = answer.entries.into_iter().filter_map(|entry| entry.snapshot);
+        ids.extend(snapshots.map(|snapshot| snapshot.snapshot_id));
         token = answer.next_token;
         if token.is_empty() {
             break;
@@ -141,44 +134,21 @@ async fn wrong_requests_are_refused_as_the_spec_has_it() {
     assert_eq!(ids, ["one-2", "two-1", "two-2"]);
 }
 
-async fn channel(socket: std::path::PathBuf) -> Channel {
-    let connect = tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-    });
-    Endpoint::from_static("http://localhost").connect_with_connector(connect).await.expect("connect")
-}
-
 /// The Kubernetes service over TLS, with `cbt-lab faults` as the client of that TLS; and a certificate that expires.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_kubernetes_service_is_reached_over_tls_until_its_certificate_expires() {
     let dir = tempfile::tempdir().expect("temp dir");
     let ca = dir.path().join("ca.pem").display().to_string();
-    let (mock, _socket) = Lab::mock(
-        &dir,
-        &[
-            "--kubernetes",
-            "https://127.0.0.1:0",
-            "--ca-file",
-            &ca,
-            "--token",
-            "sesame",
-            "--volume",
-            "disk=1Gi",
-            "--snapshots",
-            "2",
-            "--changes",
-            "10",
-        ],
-    )
-    .await;
+    let service = ["--kubernetes", "https://127.0.0.1:0", "--ca-file", &ca, "--token", "sesame"];
+    let disk = ["--volume", "disk=1Gi", "--snapshots", "2", "--changes", "10"];
+    let (mock, _socket) = Lab::mock(&dir, &[service, disk].concat()).await;
     let address = mock.ready["listen"][1].as_str().expect("an address").to_owned();
     let before = async |name: &str| {
         let socket = dir.path().join(name);
         let listen = format!("unix://{}", socket.display());
         let lab =
             Lab::start(&["faults", "--upstream", &address, "--upstream-ca", &ca, "--listen", &listen]).await;
-        (lab, SnapshotMetadataClient::new(channel(socket).await))
+        (lab, SnapshotMetadataClient::new(testkit::channel(&socket).await))
     };
     let request = |token: &str, target: &str| kubernetes::GetMetadataDeltaRequest {
         security_token: token.to_owned(),

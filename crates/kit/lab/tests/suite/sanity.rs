@@ -1,12 +1,8 @@
 //! csi-sanity, the CSI community's own test of a driver, against the mock.
 
-use std::path::Path;
-use std::process::Command;
+use testkit::sanity::Ran;
 
 use super::Lab;
-
-/// The version that `make deps` installs.
-const VERSION: &str = "v5.6.0";
 
 /// What the mock does not claim, as csi-sanity says it.
 const NOT_CLAIMED: [&str; 15] = [
@@ -30,40 +26,17 @@ const NOT_CLAIMED: [&str; 15] = [
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_in_the_mock() {
     crate::needs("csi-sanity");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
-    let program = root.join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
-    assert!(program.exists(), "needs csi-sanity {VERSION}: run `make test-deps`");
     let dir = tempfile::tempdir().expect("temp dir");
     let (_lab, socket) = Lab::mock(&dir, &[]).await;
-    let mutable = dir.path().join("mutable.yaml");
-    std::fs::write(&mutable, "note: other\n").expect("write");
     for access in ["mount", "block"] {
-        let output = Command::new(&program)
-            .arg("-csi.endpoint")
-            .arg(format!("unix://{}", socket.display()))
-            .arg("-csi.stagingdir")
-            .arg(dir.path().join("staging"))
-            .arg("-csi.mountdir")
-            .arg(dir.path().join("mount"))
-            .arg("-csi.testvolumemutableparameters")
-            .arg(&mutable)
-            .args(["-csi.testvolumeaccesstype", access, "-csi.testvolumesize", "67108864"])
-            .args(["-csi.testvolumeexpandsize", "134217728", "-ginkgo.no-color", "-ginkgo.v"])
-            .output()
-            .expect("run csi-sanity");
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{access}: {said}");
-        let count = said.lines().find(|line| line.contains(" Passed | ")).expect("a count");
-        assert!(count.contains(" 0 Failed "), "{access}: {count}");
+        let ran = Ran::of(&socket, dir.path(), "note: other\n", access, &[]);
+        let count = &ran.count;
+        assert!(ran.is_good && count.contains(" 0 Failed "), "{access}: {}", ran.said);
         let passed =
             count.split(" Passed").next().and_then(|line| line.split(' ').next_back()).expect("a count");
         assert!(passed.parse::<u32>().is_ok_and(|passed| passed >= 60), "{access}: {count}");
-        let skipped = said.lines().filter_map(|line| line.trim_start().strip_prefix("[SKIPPED] "));
-        let wrong: Vec<&str> = skipped
-            .filter(|why| {
-                !why.starts_with("in [") && !NOT_CLAIMED.iter().any(|reason| why.starts_with(reason))
-            })
-            .collect();
+        let is_claimed = |why: &&str| !NOT_CLAIMED.iter().any(|reason| why.starts_with(reason));
+        let wrong: Vec<&str> = ran.skipped().filter(is_claimed).collect();
         assert!(wrong.is_empty(), "{access}: skipped though the mock claims it: {wrong:#?}");
     }
 }

@@ -7,9 +7,10 @@ use snapshot_metadata_client::{Client, Options as Access, Policy, Token};
 use tonic::Code;
 
 use super::super::answer::{Answer, missing};
+use super::super::errors::NO_IDS;
 use super::super::subject::Kind;
 use super::super::subject::Subject;
-use super::super::verdict::{Judged, Verdict, Wrong, code_name, remarked, said};
+use super::super::verdict::{Judged, Verdict, Wrong, code_name, remarked, remarked_once, said};
 use super::cluster::{
     ANOTHER, Caller, Cluster, ELSE, LISTER, NAMED, NOBODY, READER, STRANGER, TARGET_ONLY, UNREADY, named,
 };
@@ -55,8 +56,7 @@ async fn refused(cluster: &Cluster, callers: &[(&str, Caller)], code: Code, also
             remarks.extend(refusal(what, &question, &answer, code, also)?);
         }
     }
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
 /// The same of an account.
@@ -235,34 +235,32 @@ async fn refused_to_reader(
         let answer = cluster.ask_as(&caller, question, &Options::default()).await?;
         remarks.extend(refusal(what, question, &answer, code, also)?);
     }
-    remarks.truncate(1);
-    remarked(remarks)
+    remarked_once(remarks)
 }
 
-fn about(cluster: &Cluster, snapshot: &str) -> [Question; 2] {
+/// Both questions about a snapshot of that name, and what it is.
+fn about<'w>(cluster: &Cluster, snapshot: &str, what: &'w str) -> [(&'w str, Question); 2] {
     [
-        Question::Allocated { snapshot: snapshot.to_owned() },
-        Question::Delta { base: cluster.base.handle.clone(), target: snapshot.to_owned() },
+        (what, Question::Allocated { snapshot: snapshot.to_owned() }),
+        (what, Question::Delta { base: cluster.base.handle.clone(), target: snapshot.to_owned() }),
     ]
 }
 
 pub(super) async fn unknown_snapshot(cluster: &Cluster) -> Judged {
-    let questions =
-        about(cluster, "no-such-snapshot").map(|question| ("a VolumeSnapshot that does not exist", question));
+    let questions = about(cluster, "no-such-snapshot", "a VolumeSnapshot that does not exist");
     refused_to_reader(cluster, &cluster.namespace, &questions, Code::NotFound, &[Code::Unavailable]).await
 }
 
 /// The target's name, in a namespace that has no such snapshot and in which the caller has rights.
 pub(super) async fn elsewhere(cluster: &Cluster) -> Judged {
-    let questions = about(cluster, &cluster.target.name)
-        .map(|question| ("a VolumeSnapshot of another namespace", question));
+    let questions = about(cluster, &cluster.target.name, "a VolumeSnapshot of another namespace");
     refused_to_reader(cluster, &cluster.home, &questions, Code::NotFound, &[Code::Unavailable]).await
 }
 
 const NOT_YET: [Code; 2] = [Code::FailedPrecondition, Code::NotFound];
 
 pub(super) async fn unready(cluster: &Cluster) -> Judged {
-    let questions = about(cluster, UNREADY).map(|question| ("a VolumeSnapshot that is not ready", question));
+    let questions = about(cluster, UNREADY, "a VolumeSnapshot that is not ready");
     refused_to_reader(cluster, &cluster.home, &questions, Code::Unavailable, &NOT_YET).await
 }
 
@@ -270,7 +268,7 @@ pub(super) async fn unready(cluster: &Cluster) -> Judged {
 pub(super) async fn new_snapshot(cluster: &Cluster) -> Judged {
     let name = "new";
     cluster.make_unready(name, Value::Null).await.map_err(Wrong::new)?;
-    let questions = about(cluster, name).map(|question| ("a VolumeSnapshot that was just made", question));
+    let questions = about(cluster, name, "a VolumeSnapshot that was just made");
     refused_to_reader(cluster, &cluster.home, &questions, Code::Unavailable, &NOT_YET).await
 }
 
@@ -300,7 +298,7 @@ pub(super) async fn no_names(cluster: &Cluster) -> Judged {
     for name in
         ["..", "a/b", "A B", "%2e%2e", &format!("{target}/status"), &format!("{target}?x=y"), &long, &path]
     {
-        let questions = about(cluster, name).map(|question| ("a name of no object", question));
+        let questions = about(cluster, name, "a name of no object");
         judged =
             refused_to_reader(cluster, &cluster.namespace, &questions, Code::InvalidArgument, &also).await?;
     }
@@ -318,8 +316,7 @@ pub(super) async fn no_names(cluster: &Cluster) -> Judged {
 pub(super) async fn unknown_base(cluster: &Cluster) -> Judged {
     let question =
         |base: &str| Question::Delta { base: base.to_owned(), target: cluster.target.name.clone() };
-    let questions = ["no-such-snapshot", "../../etc/passwd", "00000000-0000-0000-0000-000000000000"]
-        .map(|base| ("a base of no snapshot", question(base)));
+    let questions = NO_IDS.map(|base| ("a base of no snapshot", question(base)));
     refused_to_reader(cluster, &cluster.namespace, &questions, Code::NotFound, &[Code::InvalidArgument]).await
 }
 

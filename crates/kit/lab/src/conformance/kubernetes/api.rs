@@ -77,17 +77,13 @@ impl Api {
             if method == Method::PATCH { "application/merge-patch+json" } else { "application/json" };
         let bytes = body.map_or(Vec::new(), |body| body.to_string().into_bytes());
         let request = Request::builder().method(method).uri(path).header("content-type", content).body(bytes);
-        let request = request.map_err(|error| Refusal { what: format!("{call}: {error}"), code: None })?;
+        let refused = |why: &str, code| Refusal { what: format!("{call}: {why}"), code };
+        let request = request.map_err(|error| refused(&error.to_string(), None))?;
         match tokio::time::timeout(PATIENCE, self.client.request::<Value>(request)).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(kube::Error::Api(status))) => {
-                Err(Refusal { what: format!("{call}: {}", status.message), code: Some(status.code) })
-            }
-            Ok(Err(error)) => Err(Refusal { what: format!("{call}: {}", base::report(&error)), code: None }),
-            Err(_) => Err(Refusal {
-                what: format!("{call}: no answer within {} s", PATIENCE.as_secs()),
-                code: None,
-            }),
+            Ok(Err(kube::Error::Api(status))) => Err(refused(&status.message, Some(status.code))),
+            Ok(Err(error)) => Err(refused(&base::report(&error), None)),
+            Err(_) => Err(refused(&format!("no answer within {} s", PATIENCE.as_secs()), None)),
         }
     }
 

@@ -2,18 +2,15 @@
 //! accounts with different rights.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::kubernetes::{
-    BlockMetadata, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
+    GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
     GetMetadataDeltaResponse,
 };
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Request, Status, Streaming};
 
@@ -27,6 +24,7 @@ use super::api::{Account, Api, SNAPSHOTS};
 use super::found::{Found, Snapshot};
 use super::front::Front;
 use crate::conformance::run_name;
+use crate::tls;
 use csi_client::{Message, Options, Question};
 
 /// How long a connection may take.
@@ -51,15 +49,7 @@ pub(super) struct Role {
     /// In the namespace of the snapshots; else in the suite's own.
     here: bool,
     /// The VolumeSnapshots; empty: all.
-    names: Names,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Names {
-    All,
-    Both,
-    Target,
-    Another,
+    names: fn(&Cluster) -> Vec<&str>,
 }
 
 const GET: &[&str] = &["get"];
@@ -77,15 +67,16 @@ pub(super) const TARGET_ONLY: &str = "target-only";
 pub(super) const ELSE: &str = "other-name";
 /// May get all in the suite's namespace alone.
 pub(super) const STRANGER: &str = "stranger";
+const ACCOUNTS: [&str; 7] = [READER, NOBODY, LISTER, NAMED, TARGET_ONLY, ELSE, STRANGER];
 
 const ROLES: &[Role] = &[
-    Role { name: READER, verbs: GET, here: true, names: Names::All },
-    Role { name: READER, verbs: GET, here: false, names: Names::All },
-    Role { name: LISTER, verbs: &["list", "watch"], here: true, names: Names::All },
-    Role { name: NAMED, verbs: GET, here: true, names: Names::Both },
-    Role { name: TARGET_ONLY, verbs: GET, here: true, names: Names::Target },
-    Role { name: ELSE, verbs: GET, here: true, names: Names::Another },
-    Role { name: STRANGER, verbs: GET, here: false, names: Names::All },
+    Role { name: READER, verbs: GET, here: true, names: |_| Vec::new() },
+    Role { name: READER, verbs: GET, here: false, names: |_| Vec::new() },
+    Role { name: LISTER, verbs: &["list", "watch"], here: true, names: |_| Vec::new() },
+    Role { name: NAMED, verbs: GET, here: true, names: |all| vec![&all.base.name, &all.target.name] },
+    Role { name: TARGET_ONLY, verbs: GET, here: true, names: |all| vec![&all.target.name] },
+    Role { name: ELSE, verbs: GET, here: true, names: |_| vec![ANOTHER] },
+    Role { name: STRANGER, verbs: GET, here: false, names: |_| Vec::new() },
 ];
 
 /// The service, and its callers.
@@ -118,19 +109,8 @@ impl Cluster {
     pub fn new(api: Api, namespace: String, found: Found, expired: Option<String>) -> Self {
         let Found { base, target, front } = found;
         let channel = channel(&front, AHEAD);
-        let tokens = BTreeMap::new();
-        Cluster {
-            api,
-            namespace,
-            home: String::new(),
-            base,
-            target,
-            front,
-            expired,
-            tokens,
-            channel,
-            first: Vec::new(),
-        }
+        let (home, tokens, first) = (String::new(), BTreeMap::new(), Vec::new());
+        Cluster { api, namespace, home, base, target, front, expired, tokens, channel, first }
     }
 
     /// Makes the accounts, and waits until the API server knows their rights.
@@ -141,20 +121,17 @@ impl Cluster {
         let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"labels": labels}});
         api.make("/api/v1/namespaces", home, namespace).await?;
         let accounts = format!("/api/v1/namespaces/{home}/serviceaccounts");
-        let mut names: Vec<&str> = ROLES.iter().map(|role| role.name).chain([NOBODY]).collect();
-        names.sort_unstable();
-        names.dedup();
-        for name in &names {
+        for name in ACCOUNTS {
             let account = json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {}});
             api.make(&accounts, name, account).await?;
         }
         for role in ROLES {
             let place = if role.here { &self.namespace } else { &self.home };
-            let names = self.names(role.names);
+            let names = (role.names)(self);
             let mut rule = json!({
                 "apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": role.verbs,
             });
-            if role.names != Names::All {
+            if !names.is_empty() {
                 rule["resourceNames"] = json!(names);
             }
             let account = Account { namespace: home, name: role.name };
@@ -165,10 +142,8 @@ impl Cluster {
         // The object may have none, which is a case.
         let audience = self.front.audience.as_deref();
         let mut tokens = BTreeMap::new();
-        for name in ROLES.iter().map(|role| role.name).chain([NOBODY]) {
-            if !tokens.contains_key(name) {
-                tokens.insert(name, api.token(&Account { namespace: home, name }, audience, None).await?);
-            }
+        for name in ACCOUNTS {
+            tokens.insert(name, api.token(&Account { namespace: home, name }, audience, None).await?);
         }
         self.tokens = tokens;
         Ok(())
@@ -182,15 +157,6 @@ impl Cluster {
             first.push(within(patience, self.ask(&question, 0, 0)).await.flatten());
         }
         self.first = first;
-    }
-
-    fn names(&self, names: Names) -> Vec<&str> {
-        match names {
-            Names::All => Vec::new(),
-            Names::Both => vec![&self.base.name, &self.target.name],
-            Names::Target => vec![&self.target.name],
-            Names::Another => vec![ANOTHER],
-        }
     }
 
     /// A VolumeSnapshot in the suite's own namespace of a claim that does not exist.
@@ -212,7 +178,7 @@ impl Cluster {
         for role in ROLES {
             let account = Account { namespace: &self.home, name: role.name };
             let place = if role.here { &self.namespace } else { &self.home };
-            let name = self.names(role.names).first().copied().unwrap_or_default();
+            let name = (role.names)(self).first().copied().unwrap_or_default();
             while !self.api.may(&account, place, role.verbs[0], name).await? {
                 if tokio::time::Instant::now() > deadline {
                     return Err(format!(
@@ -227,17 +193,12 @@ impl Cluster {
         Ok(())
     }
 
-    pub async fn undo(&self, patience: Duration) -> Vec<String> {
-        self.api.delete_all(patience).await
-    }
-
     /// An account of the suite, asking in the namespace of the snapshots.
     pub fn caller(&self, name: &str) -> Caller {
         let token = self.tokens.get(name).cloned().unwrap_or_default();
         Caller { token, namespace: self.namespace.clone() }
     }
 
-    /// An account of the suite.
     pub fn account<'a>(&'a self, name: &'a str) -> Account<'a> {
         Account { namespace: &self.home, name }
     }
@@ -252,7 +213,6 @@ impl Cluster {
         }
     }
 
-    /// The first answer.
     pub fn first(&self, kind: Kind) -> Result<&Answer, Wrong> {
         let first = self.first.get(kind as usize).ok_or_else(|| Wrong::new("nothing was asked yet"))?;
         first.as_ref().map_err(|wrong| wrong.clone().at("when it was first asked"))
@@ -274,7 +234,7 @@ impl Cluster {
 /// A connection that is made when it is first used, and again when it was lost; with that window.
 fn channel(front: &Front, window: u32) -> Result<Channel, Wrong> {
     let (host, port) = front.place()?;
-    let (name, config) = (front.server_name()?, Arc::new(front.config()?));
+    let (name, config) = (front.server_name()?, front.config()?);
     let wrong = |error: &dyn std::fmt::Display| Wrong::new(format!("address {}: {error}", front.address));
     let bracketed = if host.contains(':') { format!("[{host}]") } else { host.clone() };
     let endpoint =
@@ -282,15 +242,7 @@ fn channel(front: &Front, window: u32) -> Result<Channel, Wrong> {
     let origin: Uri = format!("https://{bracketed}:{port}").parse().map_err(|error| wrong(&error))?;
     let endpoint = endpoint.origin(origin).connect_timeout(CONNECT);
     let endpoint = endpoint.initial_stream_window_size(window).initial_connection_window_size(ALL_AHEAD);
-    let connect = tower::service_fn(move |_: Uri| {
-        let (connector, name, place) =
-            (TlsConnector::from(config.clone()), name.clone(), (host.clone(), port));
-        async move {
-            let stream = TcpStream::connect(place).await?;
-            connector.connect(name, stream).await.map(TokioIo::new)
-        }
-    });
-    Ok(endpoint.connect_with_connector_lazy(connect))
+    Ok(tls::channel(&endpoint, config, name, (host, port)))
 }
 
 /// A connection, and whose name calls on it are made in.
@@ -307,20 +259,21 @@ pub(super) enum Stream {
 
 impl Messages for Stream {
     async fn next(&mut self) -> Result<Option<Message>, Status> {
-        let message = |style: i32, capacity: i64, tuples: Vec<BlockMetadata>| {
-            let tuples = tuples.into_iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)).collect();
-            Message { style, capacity, tuples }
-        };
-        Ok(match self {
+        let message = match self {
             Stream::Allocated(stream) => stream
                 .message()
                 .await?
-                .map(|it| message(it.block_metadata_type, it.volume_capacity_bytes, it.block_metadata)),
+                .map(|it| (it.block_metadata_type, it.volume_capacity_bytes, it.block_metadata)),
             Stream::Delta(stream) => stream
                 .message()
                 .await?
-                .map(|it| message(it.block_metadata_type, it.volume_capacity_bytes, it.block_metadata)),
-        })
+                .map(|it| (it.block_metadata_type, it.volume_capacity_bytes, it.block_metadata)),
+        };
+        Ok(message.map(|(style, capacity, tuples)| Message {
+            style,
+            capacity,
+            tuples: tuples.iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)).collect(),
+        }))
     }
 }
 
@@ -364,7 +317,7 @@ impl Subject for Cluster {
     }
 
     async fn clean_up(&self, patience: Duration) -> Vec<String> {
-        self.undo(patience).await
+        self.api.delete_all(patience).await
     }
 
     fn made(&self) -> Vec<String> {

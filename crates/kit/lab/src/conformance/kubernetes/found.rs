@@ -14,7 +14,7 @@ pub(super) struct Snapshot {
     pub name: String,
     /// Its CSI id.
     pub handle: String,
-    driver: String,
+    pub driver: String,
     volume: Option<String>,
     created: Option<i64>,
 }
@@ -40,10 +40,8 @@ impl Found {
             Some(names) => names.map(str::to_owned),
             None => newest(api, namespace).await?,
         };
-        let (one, two) = (
-            Snapshot::read(api, namespace, &names[0]).await?,
-            Snapshot::read(api, namespace, &names[1]).await?,
-        );
+        let one = Snapshot::read(api, namespace, &names[0]).await?;
+        let two = Snapshot::read(api, namespace, &names[1]).await?;
         if one.driver != two.driver {
             return Err(format!(
                 "{} is of the driver {}, and {} of {}",
@@ -68,16 +66,7 @@ impl Found {
         let object = api.find(&path).await?.ok_or_else(|| {
             format!("there is no SnapshotMetadataService {driver}, by which clients find the service of the driver {driver}")
         })?;
-        let front = Front::of(&object);
-        Ok(Found { base, target, front })
-    }
-
-    pub fn address(&self) -> &str {
-        &self.front.address
-    }
-
-    pub fn driver(&self) -> &str {
-        &self.base.driver
+        Ok(Found { base, target, front: Front::of(&object) })
     }
 }
 

@@ -1,13 +1,12 @@
 //! The SnapshotMetadataService object, and connections to the address that it names.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use rustls::ClientConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, RootCertStore};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -79,16 +78,8 @@ impl Front {
 
     /// A client that trusts caCert and nothing else.
     pub fn config(&self) -> Result<ClientConfig, Wrong> {
-        let mut roots = RootCertStore::empty();
-        for authority in self.authorities()? {
-            roots.add(authority).map_err(|error| Wrong::new(format!("spec.caCert: {error}")))?;
-        }
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let config = config.map_err(|error| Wrong::new(error.to_string()))?;
-        let mut config = config.with_root_certificates(roots).with_no_client_auth();
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(config)
+        let config = crate::tls::config(self.authorities()?);
+        config.map_err(|error| Wrong::new(format!("spec.caCert: {error}")))
     }
 
     pub async fn connect(&self) -> Result<TcpStream, Wrong> {

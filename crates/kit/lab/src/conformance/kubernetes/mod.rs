@@ -88,23 +88,23 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<Done, 
     let (api, default_namespace) = Api::connect(arguments.kubeconfig.as_deref()).await?;
     let namespace = arguments.namespace.clone().unwrap_or(default_namespace);
     let found = tokio::select! {
-        found = tokio::time::timeout(all.patience(), Found::find(&api, &namespace, given)) => {
+        found = tokio::time::timeout(all.timeout, Found::find(&api, &namespace, given)) => {
             found.map_err(|_| format!("no VolumeSnapshots were found within {} s", all.timeout.as_secs_f64()))??
         }
         _ = signals.wait_for(|count| *count > 0) => return Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
     };
     let choice = Choice { level: all.level, by_name: all.focus.is_some() || all.skip.is_some() };
-    let place = format!("{} ({}, {})", found.address(), found.base.name, found.target.name);
-    let driver = found.driver().to_owned();
+    let place = format!("{} ({}, {})", found.front.address, found.base.name, found.target.name);
+    let driver = found.base.driver.clone();
     let mut cluster = Cluster::new(api, namespace, found, expired);
     let prepared = tokio::select! {
-        prepared = tokio::time::timeout(all.patience(), cluster.make()) => {
+        prepared = tokio::time::timeout(all.timeout, cluster.make()) => {
             prepared.unwrap_or_else(|_| Err(format!("no end within {} s", all.timeout.as_secs_f64())))
         }
         _ = signals.wait_for(|count| *count > 0) => Err("interrupted".into()),
     };
     if let Err(error) = prepared {
-        let left = cluster.undo(all.patience()).await;
+        let left = cluster.api.delete_all(all.timeout).await;
         let left = left.iter().map(|left| format!("\ncbt-lab: left behind: {left}")).collect::<String>();
         return match *signals.borrow() > 0 && left.is_empty() {
             true => Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
@@ -114,9 +114,9 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<Done, 
     let live = all.output == Output::Text;
     let mut report = Report::new(KUBERNETES, place, driver, String::new(), choice, live);
     tokio::select! {
-        () = cluster.look(all.patience()) => {}
+        () = cluster.look(all.timeout) => {}
         _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => {}
     }
-    run_all(Arc::new(cluster), cases, None, (1, all.patience()), &mut report, signals).await;
+    run_all(Arc::new(cluster), cases, None, (1, all.timeout), &mut report, signals).await;
     Ok(super::end(all, report, before.as_ref(), started))
 }
