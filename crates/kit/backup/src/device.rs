@@ -147,12 +147,10 @@ impl Device {
         }
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -223,7 +221,6 @@ impl<'t> Target<'t> {
         Target { path, cached, direct }
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         self.path
     }

@@ -16,7 +16,6 @@ pub enum Error {
     Store {
         /// What was attempted, such as `read`.
         operation: &'static str,
-        /// The object.
         name: Name,
         /// What the storage said.
         source: object_store::Error,
@@ -40,7 +39,6 @@ pub enum Error {
     Kubernetes {
         /// What was attempted, such as `create`.
         operation: &'static str,
-        /// The object.
         what: String,
         /// What the API server said.
         source: Box<kube::Error>,

@@ -265,7 +265,6 @@ fn talk(export: &Export, mut stream: UnixStream) -> std::io::Result<()> {
 /// What a client and this server have agreed on.
 #[derive(Clone, Copy, Debug, Default)]
 struct Agreed {
-    /// Replies are structured.
     is_structured: bool,
     /// The client may ask which parts hold data.
     tells_allocation: bool,

@@ -23,7 +23,6 @@ use crate::repository::{BLOCK, Index, Repository, SEGMENT, Segment, SegmentRef, 
 /// What a restore did.
 #[derive(Debug, Serialize)]
 pub struct Restored {
-    /// The backup.
     pub id: String,
     /// Where it is now.
     pub to: PathBuf,
@@ -359,7 +358,6 @@ impl<'r> Job<'r> {
 /// How a device compares with a backup.
 #[derive(Debug, Serialize)]
 pub struct Compared {
-    /// The backup.
     pub id: String,
     /// Bytes that were compared: all of the volume.
     pub bytes: u64,

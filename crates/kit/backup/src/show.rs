@@ -25,9 +25,7 @@ pub use html::{html, write};
 /// The maps of one backup, or of two snapshots.
 #[derive(Debug, Serialize)]
 pub struct Picture {
-    /// What it is.
     pub title: String,
-    /// Facts in words.
     pub facts: Vec<String>,
     /// Bytes of the volume.
     pub size: u64,

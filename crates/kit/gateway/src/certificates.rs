@@ -45,11 +45,9 @@ enum Error {
 /// What the certificates are for and where they are kept.
 #[derive(Clone)]
 pub struct Certificates {
-    /// The cluster.
     pub client: Client,
     /// The Secret's namespace.
     pub namespace: String,
-    /// The Secret's name.
     pub secret: String,
     /// The SnapshotMetadataService's name: the driver's.
     pub driver: String,
@@ -59,7 +57,6 @@ pub struct Certificates {
     pub audience: String,
     /// `spec.requireBaseSnapshotForDelta` of it, where the CRD has the field.
     pub require_base: bool,
-    /// How long certificates live.
     pub lifetimes: Lifetimes,
 }
 

@@ -54,13 +54,9 @@ macro_rules! services {
 }
 
 services! {
-    /// csi.v1.Identity.
     Identity = "csi.v1.Identity",
-    /// csi.v1.Controller.
     Controller = "csi.v1.Controller",
-    /// csi.v1.GroupController.
     GroupController = "csi.v1.GroupController",
-    /// csi.v1.SnapshotMetadata.
     SnapshotMetadata = "csi.v1.SnapshotMetadata",
 }
 

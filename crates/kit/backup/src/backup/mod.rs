@@ -58,7 +58,6 @@ pub struct Asked {
 /// What kind of backup is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wish {
-    /// Full.
     Full,
     /// Incremental, or none.
     Incremental,

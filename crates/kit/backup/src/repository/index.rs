@@ -40,7 +40,6 @@ pub struct About {
     pub volume: String,
     /// When it began, in seconds since 1970.
     pub created: i64,
-    /// Full or incremental.
     pub kind: Kind,
     /// The backup that it was made over.
     pub base: Option<String>,
@@ -71,9 +70,7 @@ pub struct SegmentRef {
     pub number: u32,
     /// The pack with its map, as a place in [`Index::packs`].
     pub pack: u32,
-    /// The chunk.
     pub chunk: u32,
-    /// Blocks that it holds.
     pub blocks: u32,
     /// The packs with its data.
     pub packs: Vec<u32>,
@@ -84,7 +81,6 @@ pub struct SegmentRef {
 /// An index as it is stored, in an [`envelope`]. Written last: everything it names is durable before.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Index {
-    /// What it is.
     pub about: About,
     /// Every pack that the backup needs.
     pub packs: Vec<PackRef>,
@@ -196,7 +192,6 @@ pub struct Cells {
 }
 
 impl Cells {
-    /// Of a volume.
     pub fn new(size: u64) -> Self {
         Cells { size, bytes: vec![0; CELLS] }
     }

@@ -87,7 +87,6 @@ pub struct Partial {
     pub packs: Vec<PackRef>,
     /// Those of them that hold data.
     pub segments: Vec<SegmentRef>,
-    /// All that are done.
     pub done: Vec<u32>,
     /// What it was read from, where no driver was asked. Earlier versions do not say it.
     #[serde(deserialize_with = "index::if_there")]

@@ -53,7 +53,6 @@ pub struct PackRef {
     pub id: [u8; 32],
     /// Length of the whole object.
     pub bytes: u32,
-    /// Rows of the table.
     pub rows: u32,
 }
 
@@ -279,7 +278,6 @@ pub struct OpenPack {
 }
 
 impl OpenPack {
-    /// An empty one.
     pub fn new(spare: &Spare) -> Self {
         // What is not written to takes no memory.
         let bytes = spare.0.lock().pop().unwrap_or_else(|| AlignedBuffer::new(PACK + MAX_CHUNK));

@@ -45,9 +45,7 @@ pub struct Rules {
 /// What a prune did.
 #[derive(Debug, Default, Serialize)]
 pub struct Pruned {
-    /// Backups that are gone.
     pub removed: Vec<String>,
-    /// Backups that are kept.
     pub kept: Vec<String>,
     /// Bytes of packs that are gone.
     pub freed: u64,

@@ -26,11 +26,8 @@ const REMEMBERED_PARTS: usize = 16;
 pub struct Piece {
     /// First byte in the volume.
     pub offset: u64,
-    /// Number of blocks.
     pub blocks: u32,
-    /// The pack.
     pub pack: PackRef,
-    /// The chunk.
     pub chunk: u32,
     /// Blocks of the chunk before the first that is meant.
     pub skip: u32,

@@ -25,7 +25,6 @@ pub struct Report {
     pub bytes: u64,
     /// Bytes of packs that no backup needs: prune removes them. Only where all backups are looked at.
     pub unused: Option<u64>,
-    /// What is wrong.
     pub damage: Vec<Damage>,
 }
 
@@ -52,7 +51,6 @@ impl Damage {
 /// Which chunks of a pack are in use.
 #[derive(Clone, Debug)]
 pub struct Use {
-    /// The pack.
     pub pack: PackRef,
     chunks: Vec<u64>,
 }
