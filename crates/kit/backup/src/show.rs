@@ -359,18 +359,13 @@ mod tests {
         let about = About {
             id: id.into(),
             volume: "<v>".into(),
-            created: 0,
             kind,
-            base: None,
-            why: None,
-            snapshot: None,
-            device: String::new(),
             size,
             data: size / 2,
             listed: 3 << 20,
-            read: 0,
             added: 1 << 20,
             milliseconds: 1500,
+            ..About::default()
         };
         Picture {
             title: id.into(),

@@ -6,17 +6,18 @@ use std::collections::HashSet;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::pack::{self, PackRef, Packs};
-use crate::error::{Error, Result};
+use super::pack::{self, PackRef};
+use crate::error::{Error, Result, refused};
 
 /// Cells of a drawn map.
 pub const CELLS: usize = 1024;
 
 /// Full or incremental.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// All data was read.
+    #[default]
     Full,
     /// What changed since another backup was read; the rest is named.
     Incremental,
@@ -32,7 +33,7 @@ impl std::fmt::Display for Kind {
 }
 
 /// What a backup is, for people.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
     /// Its name in the repository: the time, and random digits.
     pub id: String,
@@ -101,13 +102,10 @@ impl Index {
         }
     }
 
-    /// Its packs with the same places.
-    pub fn table(&self) -> Packs {
-        let mut packs = Packs::default();
-        for pack in &self.packs {
-            packs.intern(*pack);
-        }
-        packs
+    /// A segment, where it holds data.
+    pub fn segment(&self, number: u32) -> Option<&SegmentRef> {
+        let place = self.segments.binary_search_by_key(&number, |segment| segment.number);
+        place.ok().map(|place| &self.segments[place])
     }
 }
 
@@ -176,10 +174,10 @@ pub fn open<T: DeserializeOwned>(bytes: &[u8], name: &str) -> Result<T> {
         Some((version, content)) if u32::from_le_bytes(*version) == VERSION => {
             postcard::from_bytes(content).map_err(|error| Error::damaged(name, error.to_string()))
         }
-        Some((version, _)) => Err(Error::refused(format!(
+        Some((version, _)) => Err(refused!(
             "{name} has format {}; this cbt-backup knows format {VERSION}: use the one that wrote it",
             u32::from_le_bytes(*version)
-        ))),
+        )),
         None => Err(Error::damaged(name, "it is no file of a cbt-backup repository")),
     }
 }

@@ -115,6 +115,11 @@ impl Repository {
         }
     }
 
+    /// The same by its number. One that holds no data is empty.
+    pub fn segment_at(&self, index: &Index, number: u32, packs: &mut Packs) -> Result<Segment> {
+        index.segment(number).map_or_else(|| Ok(Segment::default()), |of| self.segment(index, of, packs))
+    }
+
     /// Reads pieces and hands their bytes on, checked: part of a pack after part of a pack, and of each the chunks in the
     /// order of the volume. An extent beyond its chunk is damage.
     pub fn fetch(
