@@ -27,8 +27,7 @@ const MAX_REQUEST: usize = 4 << 20;
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 
 macro_rules! services {
-    ($($(#[$doc:meta])* $name:ident = $path:literal,)*) => {$(
-        $(#[$doc])*
+    ($($name:ident = $path:literal,)*) => {$(
         #[derive(Clone)]
         pub struct $name(pub Arc<Router>);
 
