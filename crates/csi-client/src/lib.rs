@@ -178,6 +178,20 @@ impl Client {
         self.controller.delete_volume(request).await.map_err(Error::of("DeleteVolume")).map(drop)
     }
 
+    /// ListVolumes: all of them, where they fit in one page.
+    pub async fn volumes(&mut self) -> Result<Vec<proto::Volume>> {
+        let answer = self.controller.list_volumes(proto::ListVolumesRequest::default()).await;
+        let entries = answer.map_err(Error::of("ListVolumes"))?.into_inner().entries;
+        Ok(entries.into_iter().filter_map(|entry| entry.volume).collect())
+    }
+
+    /// ListSnapshots: all of them, where they fit in one page.
+    pub async fn snapshots(&mut self) -> Result<Vec<proto::Snapshot>> {
+        let answer = self.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
+        let entries = answer.map_err(Error::of("ListSnapshots"))?.into_inner().entries;
+        Ok(entries.into_iter().filter_map(|entry| entry.snapshot).collect())
+    }
+
     /// CreateSnapshot.
     pub async fn create_snapshot(&mut self, name: &str, volume_id: &str) -> Result<proto::Snapshot> {
         const CALL: &str = "CreateSnapshot";

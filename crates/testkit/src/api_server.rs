@@ -13,7 +13,7 @@ use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
@@ -54,6 +54,13 @@ pub fn kube_programs(programs: &[&str]) -> PathBuf {
     String::from_utf8(output.stdout).expect("a path").trim().into()
 }
 
+/// A client with the rights of a kubeconfig file.
+pub async fn client_of(kubeconfig: &Path) -> Client {
+    let config = Kubeconfig::read_from(kubeconfig).expect("kubeconfig");
+    let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
+    Client::try_from(config.expect("a config")).expect("a client")
+}
+
 impl ApiServer {
     /// Starts one, with the CRDs of snapshots and of the SnapshotMetadataService.
     pub async fn start() -> Self {
@@ -62,9 +69,7 @@ impl ApiServer {
         let [port, etcd_port] = [(); 2].map(|()| super::free_port());
         make_certificates(dir.path());
         let kubeconfig = write_kubeconfig(dir.path(), port);
-        let config = Kubeconfig::read_from(&kubeconfig).expect("kubeconfig");
-        let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
-        let client = Client::try_from(config.expect("a config")).expect("a client");
+        let client = client_of(&kubeconfig).await;
         let [etcd, server] = [(); 2].map(|()| Mutex::default());
         let server = ApiServer { client, kubeconfig, dir, port, etcd_port, programs, etcd, server };
         server.start_etcd();
@@ -249,6 +254,19 @@ impl ApiServer {
         }
     }
 
+    /// Changes fields of an object, and not its status.
+    pub async fn merge(&self, kind: &str, namespace: Option<&str>, name: &str, change: Value) {
+        let (objects, change) = (self.objects(kind, namespace), Patch::Merge(change));
+        let changed = objects.patch(name, &PatchParams::default(), &change).await;
+        changed.unwrap_or_else(|error| panic!("{change:?} of {kind} {name}: {error}"));
+    }
+
+    /// Deletes an object.
+    pub async fn delete(&self, kind: &str, namespace: Option<&str>, name: &str) {
+        let deleted = self.objects(kind, namespace).delete(name, &DeleteParams::default()).await;
+        deleted.unwrap_or_else(|error| panic!("delete {kind} {name}: {error}"));
+    }
+
     /// Makes a namespace.
     pub async fn namespace(&self, name: &str) {
         self.make(json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})).await;
@@ -270,6 +288,17 @@ impl ApiServer {
             "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
             "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
             "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": home}],
+        }))
+        .await;
+    }
+
+    /// Gives a service account a ClusterRole, everywhere.
+    pub async fn bind(&self, namespace: &str, account: &str, role: &str) {
+        self.make(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+            "metadata": {"name": format!("{namespace}-{account}")},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+            "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
         }))
         .await;
     }

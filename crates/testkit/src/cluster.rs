@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 
 use csi_client::{Client, block_capability};
 use nix::sys::signal::Signal;
+use proto::{CreateVolumeRequest, Topology, TopologyRequirement};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
 };
@@ -57,6 +58,13 @@ pub fn uri(role: &str) -> String {
     format!("spiffe://{CLUSTER}/deltapath/{role}")
 }
 
+/// The request for a volume that is to be in one of these places.
+pub fn within(topologies: &[Topology], request: CreateVolumeRequest) -> CreateVolumeRequest {
+    let requisite = topologies.to_vec();
+    let accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
+    CreateVolumeRequest { accessibility_requirements, ..request }
+}
+
 /// Flags that name the files of [`Authority::issue`].
 pub fn tls_flags(prefix: &str, dir: &Path, name: &str) -> Vec<String> {
     [("cert", "crt"), ("key", "key"), ("ca", "ca")]
@@ -81,9 +89,9 @@ impl Node {
         format!("node-{}", self.port)
     }
 
-    pub fn topology(&self) -> proto::Topology {
+    pub fn topology(&self) -> Topology {
         let segments = [("topology.deltapath.csi.dev/node".to_owned(), self.name())].into();
-        proto::Topology { segments }
+        Topology { segments }
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -174,10 +182,7 @@ impl Cluster {
         for (pool, driver) in drivers {
             cluster.add_node(*pool, driver).await;
         }
-        let endpoints = cluster.endpoints();
-        let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;
-        router.sees(drivers.len()).await;
-        cluster.router = Some(router);
+        cluster.route(&cluster.endpoints(), router, drivers.len()).await;
         cluster
     }
 
@@ -195,11 +200,23 @@ impl Cluster {
         for number in 0..nodes {
             cluster.add_node_on(pool, driver, "", Some(Host::new(number))).await;
         }
-        let endpoints = cluster.endpoints();
-        let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;
-        router.sees(nodes.into()).await;
-        cluster.router = Some(router);
+        cluster.route(&cluster.endpoints(), router, nodes.into()).await;
         cluster
+    }
+
+    /// Has a router in front of these nodes, in the place of one that there may be, and waits until it sees so many.
+    pub async fn route(&mut self, endpoints: &[String], flags: &[&str], sees: usize) {
+        if let Some(before) = self.router.take() {
+            before.finish();
+        }
+        self.router = Some(self.another("router", endpoints, flags, sees).await);
+    }
+
+    /// One more router, which sees so many nodes.
+    pub async fn another(&self, name: &str, endpoints: &[String], flags: &[&str], sees: usize) -> Router {
+        let router = Router::start(self.dir.path(), name, endpoints, flags).await;
+        router.sees(sees).await;
+        router
     }
 
     /// Starts a driver.
@@ -246,7 +263,7 @@ impl Cluster {
     /// A volume on this node, made through the router.
     pub async fn volume_on(&self, node: usize, name: &str) -> String {
         let mut request = csi_client::new_volume(name, 16 << 20, block_capability());
-        request.accessibility_requirements = Some(proto::TopologyRequirement {
+        request.accessibility_requirements = Some(TopologyRequirement {
             requisite: vec![self.nodes[node].topology()],
             preferred: vec![self.nodes[node].topology()],
         });

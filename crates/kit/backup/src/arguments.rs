@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use shell::Quiet;
 use snapshot_metadata_client::Client;
 
-use crate::error::Error;
+use crate::error::{Error, refused};
 
 /// Back up volumes by their changed blocks, into a directory or an S3 bucket.
 ///
@@ -244,27 +244,34 @@ pub struct ListArguments {
     pub volume: Option<String>,
 }
 
+/// Which backups a prune keeps. With nothing said all are.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct Keep {
+    /// The number of last backups to keep.
+    #[arg(long = "keep-last", value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub last: Option<u16>,
+    /// The number of days to keep a backup of: the last one of each day that has one.
+    #[arg(long = "keep-daily", value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub daily: Option<u16>,
+    /// The number of weeks to keep a backup of: the last one of each week that has one; weeks begin on Monday.
+    #[arg(long = "keep-weekly", value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub weekly: Option<u16>,
+    /// The number of months to keep a backup of: the last one of each month that has one.
+    #[arg(long = "keep-monthly", value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub monthly: Option<u16>,
+    /// The number of years to keep a backup of: the last one of each year that has one.
+    #[arg(long = "keep-yearly", value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub yearly: Option<u16>,
+}
+
 /// Remove backups that are not to be kept, and all that nothing needs.
 ///
 /// The rules add up, volume by volume, in UTC. Without any only what --remove names is removed. It needs the repository
 /// alone.
 #[derive(Debug, Args)]
 pub struct PruneArguments {
-    /// The number of last backups to keep.
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub keep_last: Option<u16>,
-    /// The number of days to keep a backup of: the last one of each day that has one.
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub keep_daily: Option<u16>,
-    /// The number of weeks to keep a backup of: the last one of each week that has one; weeks begin on Monday.
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub keep_weekly: Option<u16>,
-    /// The number of months to keep a backup of: the last one of each month that has one.
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub keep_monthly: Option<u16>,
-    /// The number of years to keep a backup of: the last one of each year that has one.
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub keep_yearly: Option<u16>,
+    #[command(flatten)]
+    pub keep: Keep,
     /// Remove this backup, whatever the rules say: its id, or the beginning of it. May be given several times. The other
     /// backups stay whole.
     #[arg(long, value_name = "BACKUP", value_parser = name)]
@@ -361,11 +368,10 @@ pub fn driver(endpoint: &Endpoint) -> Result<Client, Error> {
     let path = endpoint.path();
     match path.metadata() {
         Ok(found) if found.file_type().is_socket() => Ok(Client::csi(&endpoint.to_string())?),
-        Ok(_) => Err(Error::refused(format!("{} (--endpoint) is no socket", path.display()))),
-        Err(error) => Err(Error::refused(format!(
-            "there is no socket of a CSI driver at {} (--endpoint): {error}",
-            path.display()
-        ))),
+        Ok(_) => Err(refused!("{} (--endpoint) is no socket", path.display())),
+        Err(error) => {
+            Err(refused!("there is no socket of a CSI driver at {} (--endpoint): {error}", path.display()))
+        }
     }
 }
 

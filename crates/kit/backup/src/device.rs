@@ -11,7 +11,7 @@ use nix::fcntl::OFlag;
 use nix::unistd::AccessFlags;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 /// What a device or image is, so that an interrupted backup goes on with the same one and in the same state alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,7 +69,7 @@ pub fn no_wait(path: &Path) -> Result<OFlag> {
     match kind.is_file() {
         true => Ok(OFlag::O_NONBLOCK),
         false if kind.is_block_device() => Ok(OFlag::empty()),
-        false => Err(Error::refused(format!("{} is neither a block device nor a file", path.display()))),
+        false => Err(refused!("{} is neither a block device nor a file", path.display())),
     }
 }
 
@@ -87,7 +87,7 @@ pub fn check_writable(path: &Path) -> Result<()> {
 
 /// Another holds the lock on a file.
 pub fn in_use(path: &Path) -> Error {
-    Error::refused(format!("another cbt-backup works on {}: wait until it has ended", path.display()))
+    refused!("another cbt-backup works on {}: wait until it has ended", path.display())
 }
 
 /// A device or image that is read.
@@ -112,7 +112,7 @@ impl Device {
         let identity = Identity::of(&cached, path, size)?;
         let is_block = cached.metadata().context("look at", path)?.file_type().is_block_device();
         if is_block && size == 0 {
-            return Err(Error::refused(format!("{} has no medium: it has 0 bytes", path.display())));
+            return Err(refused!("{} has no medium: it has 0 bytes", path.display()));
         }
         let direct = open(OFlag::O_DIRECT).ok();
         Ok(Device { path: path.to_owned(), cached, direct, size, is_block, identity })
@@ -147,12 +147,10 @@ impl Device {
         }
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -177,10 +175,7 @@ impl Device {
             let end = if is_aligned && self.direct.is_some() { bytes.len() } else { wanted };
             match file.read_at(&mut bytes[done..end], offset + done as u64) {
                 Ok(0) => {
-                    return Err(Error::refused(format!(
-                        "{} became shorter while it was read",
-                        self.path.display()
-                    )));
+                    return Err(refused!("{} became shorter while it was read", self.path.display()));
                 }
                 Ok(count) => done += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
@@ -223,7 +218,6 @@ impl<'t> Target<'t> {
         Target { path, cached, direct }
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         self.path
     }

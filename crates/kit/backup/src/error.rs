@@ -16,7 +16,6 @@ pub enum Error {
     Store {
         /// What was attempted, such as `read`.
         operation: &'static str,
-        /// The object.
         name: Name,
         /// What the storage said.
         source: object_store::Error,
@@ -40,7 +39,6 @@ pub enum Error {
     Kubernetes {
         /// What was attempted, such as `create`.
         operation: &'static str,
-        /// The object.
         what: String,
         /// What the API server said.
         source: Box<kube::Error>,
@@ -50,10 +48,7 @@ pub enum Error {
         "{what} is there already: another run of this claim works; if none does, one was killed: `cbt-backup run --clean-up` \
          removes what it left"
     )]
-    AnotherRun {
-        /// The object.
-        what: String,
-    },
+    AnotherRun { what: String },
     /// Another may have had the repository meanwhile, and may have removed what this command relies on.
     #[error(
         "the lock on the repository is lost: {why}. Another command may have worked at the same time, so this one ends: run it \
@@ -82,6 +77,14 @@ pub enum Error {
 
 /// What everything here returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An [`Error::Refused`], in the words of [`format!`].
+macro_rules! refused {
+    ($($why:tt)*) => {
+        $crate::error::Error::refused(format!($($why)*))
+    };
+}
+pub(crate) use refused;
 
 impl Error {
     /// A reason in words.

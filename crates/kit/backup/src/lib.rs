@@ -41,9 +41,9 @@ use arguments::{
     ShowArguments, Source, VerifyArguments,
 };
 use backup::{Asked, Request, Wish};
-use error::{Error, Result};
+use error::{Error, Result, refused};
 use repository::lock::{Lost, Mode, Wanted};
-use repository::prune::{self, Keep, Rules};
+use repository::prune;
 use repository::{About, Repository, verify};
 use wait::wait;
 
@@ -98,7 +98,7 @@ impl Context {
     }
 
     fn lock(&self, repository: Repository, wanted: Wanted<'_>) -> Result<Repository> {
-        repository.lock(wanted, &self.stop, &self.lost)
+        repository.lock(wanted, &self.lost)
     }
 
     /// What an async call answers, unless the command is stopped before.
@@ -119,7 +119,7 @@ impl Context {
 }
 
 fn start(cli: Cli) -> Result<ExitCode> {
-    let started = |error: std::io::Error| Error::refused(format!("start: {error}"));
+    let started = |error: std::io::Error| refused!("start: {error}");
     // A repository holds whole disks.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
     let stop = stop_on_signals().map_err(started)?;
@@ -193,28 +193,17 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
     let report =
         source.report.as_ref().map(|report| outputs::report_of(context, report, &device)).transpose()?;
     let (asked, snapshot) = asked(context, &source)?;
-    let request = Request {
-        volume: source.volume,
-        device: source.device,
-        asked,
-        snapshot,
-        base: source.base,
-        wish,
-        limit: source.limit_rate.map(|rate| rate.0),
-        resume: source.resume,
-        in_flight: source.in_flight.into(),
-        level: source.compression,
-    };
+    let request = Request { source, asked, snapshot, wish };
     let repository = Repository::open_or_create(url, context.runtime.handle(), &context.stop)?;
     let wanted = Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO, is_reader: false };
     let repository = context.lock(repository, wanted)?;
-    let made = backup::run(&repository, &request, &context.stop)?.about;
+    let made = backup::run(&repository, &request)?.about;
     if let Some(report) = report {
         let json = serde_json::to_vec(&made);
-        let json = json.map_err(|error| Error::refused(format!("write JSON: {error}")))?;
+        let json = json.map_err(|error| refused!("write JSON: {error}"))?;
         files::change::write_whole(&report, &json).map_err(|error| {
             let (id, why) = (&made.id, base::report(&error));
-            Error::refused(format!("backup {id} is made, but its report is not written: {why}"))
+            refused!("backup {id} is made, but its report is not written: {why}")
         })?;
     }
     tell_backup(context, &made)
@@ -258,9 +247,9 @@ fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> 
     let restored = match &arguments.onto_base {
         Some(base) => {
             let base = repository.find(base, volume)?;
-            restore::onto(&repository, &index, &base, to, threads, &context.stop)?
+            restore::onto(&repository, &index, &base, to, threads)?
         }
-        None => restore::run(&repository, &index, to, arguments.overwrite, threads, &context.stop)?,
+        None => restore::run(&repository, &index, to, arguments.overwrite, threads)?,
     };
     context.tell(&restored, || {
         format!(
@@ -282,7 +271,7 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
     let threads = arguments.in_flight.into();
     if let (Some(device), [backup]) = (&arguments.against, arguments.backups.as_slice()) {
         let index = repository.find(backup, volume)?;
-        let compared = restore::compare(&repository, &index, device, threads, &context.stop)?;
+        let compared = restore::compare(&repository, &index, device, threads)?;
         context.print(&compared, || {
             let mut text = String::new();
             for range in &compared.differing {
@@ -307,7 +296,7 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
         [] => None,
         wanted => Some(wanted.iter().map(ids).collect::<Result<_>>()?),
     };
-    let report = verify::verify(&repository, chosen.as_deref(), threads, &context.stop)?;
+    let report = verify::verify(&repository, chosen.as_deref(), threads)?;
     context.print(&report, || {
         let mut text = String::new();
         for damage in &report.damage {
@@ -409,21 +398,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
             context.lock(repository, wanted)?
         }
     };
-    let number = |of: Option<u16>| of.map(usize::from);
-    let rules = Rules {
-        keep: Keep {
-            last: number(arguments.keep_last),
-            daily: number(arguments.keep_daily),
-            weekly: number(arguments.keep_weekly),
-            monthly: number(arguments.keep_monthly),
-            yearly: number(arguments.keep_yearly),
-        },
-        remove: arguments.remove.clone(),
-        volume: arguments.volume.clone(),
-        max_unused: arguments.max_unused.into(),
-        is_dry: arguments.dry_run,
-    };
-    let pruned = prune::prune(&repository, &rules, &context.stop)?;
+    let pruned = prune::prune(&repository, arguments)?;
     context.tell(&pruned, || {
         let would = if arguments.dry_run { "would be " } else { "" };
         let removed: String =

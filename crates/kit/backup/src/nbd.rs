@@ -17,7 +17,7 @@ use files::Context;
 
 use crate::error::{Error, Result};
 use crate::repository::pack::Packs;
-use crate::repository::{BLOCK, Index, Piece, Repository, SEGMENT, Segment, pieces};
+use crate::repository::{BLOCK, Index, Piece, Repository, SEGMENT, pieces};
 
 const MAGIC: u64 = 0x4e42_444d_4147_4943;
 const OPTION: u64 = 0x4948_4156_454f_5054;
@@ -93,11 +93,7 @@ impl Export {
     fn segment(&self, number: u32) -> Result<Arc<Vec<Piece>>> {
         remembered(&self.segments, number, SEGMENTS, || {
             let mut packs = Packs::default();
-            let place = self.index.segments.binary_search_by_key(&number, |segment| segment.number);
-            let segment = match place {
-                Ok(place) => self.repository.segment(&self.index, &self.index.segments[place], &mut packs)?,
-                Err(_) => Segment::default(),
-            };
+            let segment = self.repository.segment_at(&self.index, number, &mut packs)?;
             Ok(pieces(number, &segment.extents, &packs))
         })
     }
@@ -163,7 +159,7 @@ impl Export {
                 }
                 position = position.max(next);
             };
-            let is_empty = self.index.segments.binary_search_by_key(&number, |of| of.number).is_err();
+            let is_empty = self.index.segment(number).is_none();
             // Those that hold nothing are many, and are not remembered.
             let segment = if is_empty { Arc::default() } else { self.segment(number)? };
             for piece in segment.iter().take_while(|piece| piece.offset < stop) {
@@ -265,7 +261,6 @@ fn talk(export: &Export, mut stream: UnixStream) -> std::io::Result<()> {
 /// What a client and this server have agreed on.
 #[derive(Clone, Copy, Debug, Default)]
 struct Agreed {
-    /// Replies are structured.
     is_structured: bool,
     /// The client may ask which parts hold data.
     tells_allocation: bool,

@@ -2,17 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::{Context, absolute, device, restore};
 
 /// The file of `--report`: one that can be written, and holds nothing that is needed.
 pub fn report_of(context: &Context, report: &Path, device: &device::Device) -> Result<PathBuf> {
     let file = file_to_write(context, report)?;
     if device.is_at(&file) {
-        return Err(Error::refused(format!(
-            "{} (--report) is what is backed up: name another file",
-            report.display()
-        )));
+        return Err(refused!("{} (--report) is what is backed up: name another file", report.display()));
     }
     device::check_writable(&file)?;
     Ok(file)
@@ -33,7 +30,7 @@ pub fn outside(context: &Context, path: &Path) -> Result<()> {
     let repository = context.url.as_deref().filter(|url| !url.starts_with("s3://"));
     match (repository.and_then(|dir| real(&absolute(Path::new(dir)).ok()?)), real(path)) {
         (Some(dir), Some(path)) if path.starts_with(&dir) => {
-            Err(Error::refused(format!("{} is in the repository: name a file elsewhere", path.display())))
+            Err(refused!("{} is in the repository: name a file elsewhere", path.display()))
         }
         _ => Ok(()),
     }

@@ -31,7 +31,6 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Of a volume.
     pub fn new(size: u64) -> Self {
         Segments { size, open: None }
     }
@@ -107,7 +106,6 @@ fn cut(ranges: &[Range<u32>], at: u32) -> impl Iterator<Item = Range<u32>> + '_ 
 pub struct Read {
     /// All of them.
     pub blocks: Range<u32>,
-    /// Those that are listed.
     pub listed: Vec<Range<u32>>,
 }
 

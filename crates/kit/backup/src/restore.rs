@@ -5,9 +5,8 @@ use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use base::Stop;
 use files::durable::Draft;
 use files::{AlignedBuffer, Context, change};
 use nix::fcntl::OFlag;
@@ -15,15 +14,15 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::device::{self, Device, Target, is_zeros};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::progress::Progress;
 use crate::repository::pack::Packs;
-use crate::repository::{BLOCK, Index, Repository, SEGMENT, Segment, SegmentRef, pieces};
+use crate::repository::{BLOCK, Index, Repository, SEGMENT, Segment, pieces};
+use crate::wait::each;
 
 /// What a restore did.
 #[derive(Debug, Serialize)]
 pub struct Restored {
-    /// The backup.
     pub id: String,
     /// Where it is now.
     pub to: PathBuf,
@@ -40,7 +39,6 @@ pub fn run(
     to: &Path,
     overwrite: bool,
     threads: usize,
-    stop: &Stop,
 ) -> Result<Restored> {
     let kind = match std::fs::metadata(to) {
         Ok(metadata) => Some(metadata.file_type()),
@@ -50,29 +48,27 @@ pub fn run(
     match kind {
         Some(kind) if kind.is_block_device() => {
             let file = open_device(to, index)?;
-            Job::new(repository, index, None, &file, to, stop).all(threads)
+            Job::new(repository, index, None, &file, to).all(threads)
         }
         Some(kind) if !kind.is_file() => {
-            Err(Error::refused(format!("{} is neither a block device nor a file", to.display())))
+            Err(refused!("{} is neither a block device nor a file", to.display()))
         }
         Some(_) if !overwrite => {
-            Err(Error::refused(format!("{} exists: name another file, or add --overwrite", to.display())))
+            Err(refused!("{} exists: name another file, or add --overwrite", to.display()))
         }
         _ => {
             let place = target_of(to)?;
             let draft = Draft::beside(&place, "restoring")?;
             let (file, path) = (draft.file(), draft.path());
             change::set_len(file, path, index.about.size)?;
-            let job = Job { is_new: true, ..Job::new(repository, index, None, file, path, stop) };
+            let job = Job { is_new: true, ..Job::new(repository, index, None, file, path) };
             let restored = Restored { to: to.to_owned(), ..job.all(threads)? };
             match overwrite {
                 true => put_over(draft, &place)?,
                 false => draft.create(&place).map_err(|error| match error.errno() {
                     Some(nix::libc::EEXIST) => {
                         let to = to.display();
-                        Error::refused(format!(
-                            "{to} was made meanwhile: name another file, or add --overwrite"
-                        ))
+                        refused!("{to} was made meanwhile: name another file, or add --overwrite")
                     }
                     _ => error.into(),
                 })?,
@@ -85,10 +81,7 @@ pub fn run(
 /// The file that a path means, through symbolic links, also where it is not there yet.
 pub fn target_of(path: &Path) -> Result<PathBuf> {
     if path.as_os_str().as_bytes().ends_with(b"/") {
-        return Err(Error::refused(format!(
-            "{}: the name of a file ends as that of a directory",
-            path.display()
-        )));
+        return Err(refused!("{}: the name of a file ends as that of a directory", path.display()));
     }
     // As many links as the kernel follows.
     let mut target = path.to_owned();
@@ -96,16 +89,16 @@ pub fn target_of(path: &Path) -> Result<PathBuf> {
         if !target.is_symlink() {
             return match target.file_name() {
                 Some(_) if target.exists() && !target.is_file() => {
-                    Err(Error::refused(format!("{} is not a file", path.display())))
+                    Err(refused!("{} is not a file", path.display()))
                 }
                 Some(_) => Ok(target),
-                None => Err(Error::refused(format!("{} is not the name of a file", path.display()))),
+                None => Err(refused!("{} is not the name of a file", path.display())),
             };
         }
         let link = std::fs::read_link(&target).context("follow the link", &target)?;
         target = target.parent().map_or(link.clone(), |parent| parent.join(link));
     }
-    Err(Error::refused(format!("{} is a symbolic link to itself", path.display())))
+    Err(refused!("{} is a symbolic link to itself", path.display()))
 }
 
 /// Puts a whole file in the place of another, and keeps that one's owner and mode.
@@ -125,16 +118,18 @@ pub fn onto(
     base: &Index,
     to: &Path,
     threads: usize,
-    stop: &Stop,
 ) -> Result<Restored> {
     if base.about.size != index.about.size {
-        return Err(Error::refused(format!(
+        return Err(refused!(
             "backup {} has {} bytes and backup {} has {}: restore it whole, without --onto-base",
-            base.about.id, base.about.size, index.about.id, index.about.size
-        )));
+            base.about.id,
+            base.about.size,
+            index.about.id,
+            index.about.size
+        ));
     }
     let file = open_device(to, index)?;
-    Job::new(repository, index, Some(base), &file, to, stop).all(threads)
+    Job::new(repository, index, Some(base), &file, to).all(threads)
 }
 
 fn open_device(path: &Path, index: &Index) -> Result<File> {
@@ -149,11 +144,11 @@ fn open_device(path: &Path, index: &Index) -> Result<File> {
     let size = std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)).context("find the size of", path)?;
     match size >= index.about.size {
         true => Ok(file),
-        false => Err(Error::refused(format!(
+        false => Err(refused!(
             "{} has {size} bytes, and the backup has {}: it does not fit",
             path.display(),
             index.about.size
-        ))),
+        )),
     }
 }
 
@@ -175,11 +170,8 @@ struct Job<'r> {
     to: Target<'r>,
     /// Everything is a hole before.
     is_new: bool,
-    stop: &'r Stop,
-    next: AtomicUsize,
     written: AtomicU64,
     cleared: AtomicU64,
-    error: Mutex<Option<Error>>,
 }
 
 impl<'r> Job<'r> {
@@ -189,7 +181,6 @@ impl<'r> Job<'r> {
         base: Option<&'r Index>,
         file: &'r File,
         path: &'r Path,
-        stop: &'r Stop,
     ) -> Self {
         Job {
             repository,
@@ -197,11 +188,8 @@ impl<'r> Job<'r> {
             base,
             to: Target::of(file, path),
             is_new: false,
-            stop,
-            next: AtomicUsize::new(0),
             written: AtomicU64::new(0),
             cleared: AtomicU64::new(0),
-            error: Mutex::new(None),
         }
     }
 
@@ -209,35 +197,15 @@ impl<'r> Job<'r> {
         let size = self.index.about.size;
         let progress = Progress::new("restore", size);
         let count = size.div_ceil(SEGMENT) as usize;
-        std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|| {
-                    loop {
-                        let number = self.next.fetch_add(1, Ordering::Relaxed);
-                        if number >= count {
-                            return;
-                        }
-                        let done = self.stop.check().map_err(Error::from);
-                        if let Err(error) = done.and_then(|()| self.segment(number as u32, &progress)) {
-                            self.error.lock().get_or_insert(error);
-                            self.next.store(count, Ordering::Relaxed);
-                        }
-                    }
-                });
+        let stop = self.repository.store.stop();
+        each(count, threads, stop, |number| self.segment(number as u32, &progress)).inspect_err(|_| {
+            if !self.is_new {
+                shell::say!(
+                    "cbt-backup: {} holds neither what it held before nor the backup: run the restore again, without --onto-base",
+                    self.to.path().display()
+                );
             }
-        });
-        if let Some(error) = self.error.into_inner() {
-            return Err(match self.is_new {
-                true => error,
-                false => {
-                    shell::say!(
-                        "cbt-backup: {} holds neither what it held before nor the backup: run the restore again, without --onto-base",
-                        self.to.path().display()
-                    );
-                    error
-                }
-            });
-        }
+        })?;
         self.to.sync()?;
         Ok(Restored {
             id: self.index.about.id.clone(),
@@ -251,30 +219,21 @@ impl<'r> Job<'r> {
         let start = u64::from(number) * SEGMENT;
         let end = self.index.about.size.min(start + SEGMENT);
         let whole = 0..(end - start).div_ceil(BLOCK) as u32;
-        let of = |index: &'r Index| {
-            let place = index.segments.binary_search_by_key(&number, |segment| segment.number);
-            place.ok().map(|place| &index.segments[place])
-        };
-        let wanted = of(self.index);
         let mut packs = Packs::default();
-        let mut read = |index: &Index, segment: Option<&SegmentRef>| match segment {
-            Some(segment) => self.repository.segment(index, segment, &mut packs),
-            None => Ok(Segment::default()),
-        };
+        let mut read = |index: &Index| self.repository.segment_at(index, number, &mut packs);
         let mut written = 0;
         let (target, ranges): (Segment, Vec<Range<u32>>) = match self.base {
-            None if wanted.is_none() && self.is_new => (Segment::default(), Vec::new()),
-            None => (read(self.index, wanted)?, vec![whole.clone()]),
+            None if self.is_new && self.index.segment(number).is_none() => (Segment::default(), Vec::new()),
+            None => (read(self.index)?, vec![whole.clone()]),
             Some(base) => {
-                let held = of(base);
-                let name = |index: &Index, of: Option<&SegmentRef>| {
-                    of.map(|of| (index.packs[of.pack as usize].id, of.chunk))
+                let name = |index: &Index| {
+                    index.segment(number).map(|of| (index.packs[of.pack as usize].id, of.chunk))
                 };
-                if name(base, held) == name(self.index, wanted) {
+                if name(base) == name(self.index) {
                     progress.by(end - start, 0);
                     return Ok(());
                 }
-                let (held, target) = (read(base, held)?, read(self.index, wanted)?);
+                let (held, target) = (read(base)?, read(self.index)?);
                 let ranges = held.differing(&target);
                 (target, ranges)
             }
@@ -303,7 +262,7 @@ impl<'r> Job<'r> {
                     written += block.len() as u64;
                 }
             }
-            self.stop.check()?;
+            self.repository.store.stop().check()?;
             Ok(())
         })?;
         self.write(&mut run)?;
@@ -359,7 +318,6 @@ impl<'r> Job<'r> {
 /// How a device compares with a backup.
 #[derive(Debug, Serialize)]
 pub struct Compared {
-    /// The backup.
     pub id: String,
     /// Bytes that were compared: all of the volume.
     pub bytes: u64,
@@ -373,50 +331,22 @@ pub struct Compared {
 const TOLD: usize = 100;
 
 /// Compares a device or file with a backup, every byte of it. What the device has beyond the backup does not count.
-pub fn compare(
-    repository: &Repository,
-    index: &Index,
-    with: &Path,
-    threads: usize,
-    stop: &Stop,
-) -> Result<Compared> {
+pub fn compare(repository: &Repository, index: &Index, with: &Path, threads: usize) -> Result<Compared> {
     let device = Device::open_alone(with)?;
     let size = index.about.size;
     if device.size() < size {
-        return Err(Error::refused(format!(
-            "{} has {} bytes, and the backup has {size}",
-            with.display(),
-            device.size()
-        )));
+        return Err(refused!("{} has {} bytes, and the backup has {size}", with.display(), device.size()));
     }
     let progress = Progress::new("compare", size);
     let count = size.div_ceil(SEGMENT) as usize;
-    let next = AtomicUsize::new(0);
-    let found: Mutex<Result<Vec<Range<u64>>>> = Mutex::new(Ok(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let number = next.fetch_add(1, Ordering::Relaxed);
-                    if number >= count {
-                        return;
-                    }
-                    let compared = compare_segment(repository, index, &device, number as u32, stop);
-                    let mut found = found.lock();
-                    match (compared, &mut *found) {
-                        (Ok(ranges), Ok(found)) => found.extend(ranges),
-                        (Err(error), Ok(_)) => {
-                            *found = Err(error);
-                            next.store(count, Ordering::Relaxed);
-                        }
-                        (_, Err(_)) => {}
-                    }
-                    progress.by(SEGMENT, SEGMENT);
-                }
-            });
-        }
-    });
-    let mut ranges = found.into_inner()?;
+    let found = Mutex::new(Vec::new());
+    each(count, threads, repository.store.stop(), |number| {
+        let ranges = compare_segment(repository, index, &device, number as u32)?;
+        found.lock().extend(ranges);
+        progress.by(SEGMENT, SEGMENT);
+        Ok(())
+    })?;
+    let mut ranges = found.into_inner();
     ranges.sort_unstable_by_key(|range| range.start);
     let mut differing: Vec<Range<u64>> = Vec::new();
     for range in ranges {
@@ -435,21 +365,16 @@ fn compare_segment(
     index: &Index,
     device: &Device,
     number: u32,
-    stop: &Stop,
 ) -> Result<Vec<Range<u64>>> {
     let start = u64::from(number) * SEGMENT;
     let end = index.about.size.min(start + SEGMENT);
     let mut packs = Packs::default();
-    let place = index.segments.binary_search_by_key(&number, |segment| segment.number);
-    let segment = match place {
-        Ok(place) => repository.segment(index, &index.segments[place], &mut packs)?,
-        Err(_) => Segment::default(),
-    };
+    let segment = repository.segment_at(index, number, &mut packs)?;
     let mut differing = Vec::new();
     let mut buffer = AlignedBuffer::new(WINDOW as usize);
     // What the backup has as zeros, in windows that hold nothing of it as well.
     for start_of_window in (start..end).step_by(WINDOW as usize) {
-        stop.check()?;
+        repository.store.stop().check()?;
         let window = start_of_window..end.min(start_of_window + WINDOW);
         let first = ((window.start - start) / BLOCK) as u32;
         let blocks = first..(window.end - start).div_ceil(BLOCK) as u32;

@@ -25,9 +25,7 @@ pub use html::{html, write};
 /// The maps of one backup, or of two snapshots.
 #[derive(Debug, Serialize)]
 pub struct Picture {
-    /// What it is.
     pub title: String,
-    /// Facts in words.
     pub facts: Vec<String>,
     /// Bytes of the volume.
     pub size: u64,
@@ -361,18 +359,13 @@ mod tests {
         let about = About {
             id: id.into(),
             volume: "<v>".into(),
-            created: 0,
             kind,
-            base: None,
-            why: None,
-            snapshot: None,
-            device: String::new(),
             size,
             data: size / 2,
             listed: 3 << 20,
-            read: 0,
             added: 1 << 20,
             milliseconds: 1500,
+            ..About::default()
         };
         Picture {
             title: id.into(),

@@ -15,7 +15,7 @@ use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use serve::certificate::{Certificate, Pem};
-use serve::certificates::{self, SecretError, State, secret};
+use serve::certificates::{Error, State, secret};
 use tokio::time::{sleep, timeout};
 
 pub use serve::certificates::Lifetimes;
@@ -29,27 +29,12 @@ const REQUIRE_BASE: &str = "requireBaseSnapshotForDelta";
 /// How long one step may take at the API server.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Why a step failed; it is tried again.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("{0}")]
-    Api(&'static str, #[source] kube::Error),
-    #[error("make a certificate")]
-    Issue(#[from] certificates::Error),
-    #[error(transparent)]
-    Secret(#[from] SecretError),
-    #[error("the API server does not answer")]
-    Late,
-}
-
 /// What the certificates are for and where they are kept.
 #[derive(Clone)]
 pub struct Certificates {
-    /// The cluster.
     pub client: Client,
     /// The Secret's namespace.
     pub namespace: String,
-    /// The Secret's name.
     pub secret: String,
     /// The SnapshotMetadataService's name: the driver's.
     pub driver: String,
@@ -59,7 +44,6 @@ pub struct Certificates {
     pub audience: String,
     /// `spec.requireBaseSnapshotForDelta` of it, where the CRD has the field.
     pub require_base: bool,
-    /// How long certificates live.
     pub lifetimes: Lifetimes,
 }
 
@@ -167,11 +151,11 @@ impl Certificates {
     }
 
     async fn read(&self) -> Result<(Option<Secret>, Option<State>), Error> {
-        Ok(secret::read(&self.client, &self.namespace, &self.secret).await?)
+        secret::read(&self.client, &self.namespace, &self.secret).await
     }
 
     async fn write(&self, before: Option<Secret>, state: &State) -> Result<(), Error> {
-        Ok(secret::write(&self.client, &self.namespace, &self.secret, before, state).await?)
+        secret::write(&self.client, &self.namespace, &self.secret, before, state).await
     }
 
     fn services(&self) -> (Api<DynamicObject>, ApiResource) {

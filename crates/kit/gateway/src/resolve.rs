@@ -7,9 +7,7 @@ use crate::objects::{Class, SnapshotName};
 /// Where the secrets of a class are, if it names any.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SecretName {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name there.
     pub name: String,
 }
 

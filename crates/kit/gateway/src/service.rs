@@ -41,9 +41,7 @@ const REQUEST_TIME: Duration = Duration::from_secs(10);
 pub struct Gateway {
     /// The name of the driver behind it, and of the SnapshotMetadataService object.
     pub driver_name: String,
-    /// The driver.
     pub driver: Driver,
-    /// The cluster's objects.
     pub objects: Arc<Objects>,
     /// Who may do what.
     pub reviews: Reviews,

@@ -30,7 +30,6 @@ const EVERY_AWAY: Duration = Duration::from_millis(500);
 /// What streams with wide windows may have sent ahead together, in bytes.
 const WIDE_WINDOWS: usize = 16 << 20;
 
-/// All nodes.
 pub struct Nodes {
     tls: Arc<Mutual>,
     patience: Duration,

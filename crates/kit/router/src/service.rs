@@ -27,8 +27,7 @@ const MAX_REQUEST: usize = 4 << 20;
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 
 macro_rules! services {
-    ($($(#[$doc:meta])* $name:ident = $path:literal,)*) => {$(
-        $(#[$doc])*
+    ($($name:ident = $path:literal,)*) => {$(
         #[derive(Clone)]
         pub struct $name(pub Arc<Router>);
 
@@ -54,13 +53,9 @@ macro_rules! services {
 }
 
 services! {
-    /// csi.v1.Identity.
     Identity = "csi.v1.Identity",
-    /// csi.v1.Controller.
     Controller = "csi.v1.Controller",
-    /// csi.v1.GroupController.
     GroupController = "csi.v1.GroupController",
-    /// csi.v1.SnapshotMetadata.
     SnapshotMetadata = "csi.v1.SnapshotMetadata",
 }
 

@@ -8,32 +8,21 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::PostParams;
 use kube::{Api, Client};
 
-use super::State;
+use super::{Error, State};
 
 /// The key under which everything is kept; `tls.crt`, `tls.key` and `ca.crt` repeat parts of it for other programs.
-const KEPT: &str = "certificates.json";
-
-/// Why the Secret was not read or written.
-#[derive(Debug, thiserror::Error)]
-pub enum SecretError {
-    /// The API server refused, or did not answer.
-    #[error("{0} the Secret")]
-    Api(&'static str, #[source] kube::Error),
-    /// It holds something else.
-    #[error("the Secret's {KEPT} cannot be read: delete it from the Secret, and new certificates are made")]
-    Kept(#[source] serde_json::Error),
-}
+pub const KEPT: &str = "certificates.json";
 
 /// Reads it: as it is, and what is kept in it, where either is there.
 pub async fn read(
     client: &Client,
     namespace: &str,
     name: &str,
-) -> Result<(Option<Secret>, Option<State>), SecretError> {
+) -> Result<(Option<Secret>, Option<State>), Error> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), namespace);
-    let secret = secrets.get_opt(name).await.map_err(|error| SecretError::Api("read", error))?;
+    let secret = secrets.get_opt(name).await.map_err(|error| Error::Api("read the Secret", error))?;
     let kept = secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(KEPT));
-    let state = kept.map(|kept| serde_json::from_slice(&kept.0)).transpose().map_err(SecretError::Kept)?;
+    let state = kept.map(|kept| serde_json::from_slice(&kept.0)).transpose().map_err(Error::Kept)?;
     Ok((secret, state))
 }
 
@@ -44,9 +33,9 @@ pub async fn write(
     name: &str,
     before: Option<Secret>,
     state: &State,
-) -> Result<(), SecretError> {
+) -> Result<(), Error> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), namespace);
-    let kept = serde_json::to_vec(state).map_err(SecretError::Kept)?;
+    let kept = serde_json::to_vec(state).map_err(Error::Kept)?;
     let data = [
         (KEPT, kept),
         ("tls.crt", state.leaf.certificate.clone().into_bytes()),
@@ -64,5 +53,5 @@ pub async fn write(
             secrets.create(&PostParams::default(), &secret).await
         }
     };
-    written.map(drop).map_err(|error| SecretError::Api("write", error))
+    written.map(drop).map_err(|error| Error::Api("write the Secret", error))
 }

@@ -9,9 +9,12 @@ use std::time::{Duration, Instant};
 use crate::api_server::ApiServer;
 pub use crate::eventually;
 use crate::free_port;
+use crate::gateway::driver::Driver;
 use crate::running::Running;
 use crate::scene;
 pub use crate::scene::{get, manifests};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::kubernetes::{BlockMetadata, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use serde_json::{Value, json};
@@ -70,6 +73,31 @@ impl World {
         scene::snapshot(&self.api, &self.driver, namespace, (name, handle), change).await;
     }
 
+    /// The same with a merge patch of the two first: `{"snapshot": …, "content": …}`.
+    pub async fn snapshot_but(&self, namespace: &str, name: &str, handle: &str, changes: Value) {
+        self.snapshot_with(namespace, name, handle, |snapshot, content| {
+            for (object, named) in [(snapshot, "snapshot"), (content, "content")] {
+                if let Some(change) = changes.get(named) {
+                    merge(object, change);
+                }
+            }
+        })
+        .await;
+    }
+
+    /// Deletes a VolumeSnapshot and its content, as if the controller had.
+    pub async fn delete_snapshot(&self, namespace: &str, name: &str) {
+        self.api.delete("VolumeSnapshot", Some(namespace), name).await;
+        self.api.delete("VolumeSnapshotContent", None, &format!("content-{namespace}-{name}")).await;
+    }
+
+    /// A driver, a snapshot of that handle, the namespace of it, and a token that may read it.
+    pub async fn with_snapshot(&self, name: &str, handle: &str) -> (Driver, String, String) {
+        let driver = Driver::start(&self.driver, &self.socket());
+        self.snapshot(&self.namespace, name, handle).await;
+        (driver, self.namespace.clone(), self.reader("reader").await)
+    }
+
     /// A service account that may get all VolumeSnapshots of its namespace, and a token of it for the gateway.
     pub async fn reader(&self, name: &str) -> String {
         let rules = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]}]);
@@ -90,6 +118,20 @@ impl World {
         self.api.make(class).await;
     }
 
+    /// A class of the driver, with a secret for it. Its name begins with the namespace.
+    pub async fn class(&self, name: &str, secret: &str, secret_namespace: &str) {
+        let class = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+            "metadata": {"name": format!("{}-{name}", self.namespace)},
+            "driver": self.driver, "deletionPolicy": "Delete",
+            "parameters": {
+                "csi.storage.k8s.io/snapshotter-secret-name": secret,
+                "csi.storage.k8s.io/snapshotter-secret-namespace": secret_namespace,
+            },
+        });
+        self.api.make(class).await;
+    }
+
     /// The driver's SnapshotMetadataService, as a person would write it. `ca` is base64.
     pub async fn service(&self, address: &str, audience: &str, ca: &str) {
         let service = json!({
@@ -98,6 +140,11 @@ impl World {
             "spec": {"address": address, "audience": audience, "caCert": ca},
         });
         self.api.make(service).await;
+    }
+
+    /// Changes what that object says.
+    pub async fn change_service(&self, spec: Value) {
+        self.api.merge("SnapshotMetadataService", None, &self.driver, json!({"spec": spec})).await;
     }
 
     /// A kubeconfig of a gateway's service account, with the rights in deploy/base/gateway.yaml and no others.
@@ -113,19 +160,60 @@ impl World {
         gateway
     }
 
-    /// The same without waiting for it.
+    /// The same, which the driver's SnapshotMetadataService leads to.
+    pub async fn published_gateway(&self) -> Gateway {
+        let gateway = self.gateway(&[]).await;
+        gateway.publish(self).await;
+        gateway
+    }
+
+    /// The same, and a client of it.
+    pub async fn served(&self, more: &[&str]) -> (Gateway, Client) {
+        let gateway = self.gateway(more).await;
+        let client = gateway.client().await;
+        (gateway, client)
+    }
+
+    /// Starts one without waiting for it.
     pub async fn gateway_unready(&self, more: &[&str]) -> Gateway {
         self.gateway_with(more, None, LEVELS).await
     }
 
     /// The same with an audit that goes elsewhere, and another RUST_LOG.
     pub async fn gateway_with(&self, more: &[&str], audit_to: Option<Stdio>, levels: &str) -> Gateway {
-        let files = Files::make(self.dir.path());
         let config = self.gateway_kubeconfig("gateway").await;
+        self.gateway_as(&config, "gateway", more, audit_to, levels)
+    }
+
+    /// The same by a kubeconfig that is there, and under another name.
+    pub fn gateway_by(&self, config: &Path, name: &str, more: &[&str]) -> Gateway {
+        self.gateway_as(config, name, more, None, LEVELS)
+    }
+
+    fn gateway_as(
+        &self,
+        config: &Path,
+        name: &str,
+        more: &[&str],
+        audit_to: Option<Stdio>,
+        levels: &str,
+    ) -> Gateway {
+        let files = Files::make(self.dir.path());
         let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
         let mut arguments = vec!["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
         arguments.extend(more);
-        Gateway::start_with(self, &config, "gateway", &arguments, Some(files), audit_to, levels)
+        Gateway::start_with(self, config, name, &arguments, Some(files), audit_to, levels)
+    }
+}
+
+/// A merge patch, as the API server makes it.
+fn merge(object: &mut Value, change: &Value) {
+    let Value::Object(fields) = change else { return *object = change.clone() };
+    for (name, change) in fields {
+        match change {
+            Value::Null => drop(object.as_object_mut().expect("an object").remove(name)),
+            change => merge(&mut object[name], change),
+        }
     }
 }
 
@@ -240,10 +328,26 @@ impl Gateway {
         text.lines().map(|line| serde_json::from_str(line).expect("a JSON object")).collect()
     }
 
+    /// The authority of its certificate in files, in PEM.
+    pub fn ca(&self) -> &str {
+        &self.files.as_ref().expect("files").ca
+    }
+
+    /// What the driver's SnapshotMetadataService says of it.
+    pub fn spec(&self) -> Value {
+        let ca = STANDARD.encode(self.ca());
+        json!({"address": format!("127.0.0.1:{}", self.port), "audience": AUDIENCE, "caCert": ca})
+    }
+
+    /// Makes that object.
+    pub async fn publish(&self, world: &World) {
+        let ca = STANDARD.encode(self.ca());
+        world.service(&format!("127.0.0.1:{}", self.port), AUDIENCE, &ca).await;
+    }
+
     /// A client that trusts the files' CA.
     pub async fn client(&self) -> Client {
-        let ca = &self.files.as_ref().expect("files").ca;
-        Client::connect(self.port, HOST, ca).await.expect("connect")
+        Client::connect(self.port, HOST, self.ca()).await.expect("connect")
     }
 }
 

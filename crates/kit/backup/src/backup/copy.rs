@@ -8,14 +8,14 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use base::{ByteRange, Stop};
+use base::ByteRange;
 use files::AlignedBuffer;
 
 use super::partial::{self, Noting};
 use super::state::State;
 use super::{Job, Ranges, Request};
 use crate::device::{Device, is_zeros};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::plan::{self, Listed, Read, Segments};
 use crate::progress::{Limit, Progress};
 use crate::repository::index::{Cells, envelope};
@@ -25,13 +25,7 @@ use crate::repository::{self, About, BLOCK, Extent, Index, Partial, Repository, 
 use crate::wait::unless;
 
 /// Reads and stores, and writes the index. What is interrupted or fails can be gone on with.
-pub fn store(
-    repository: &Repository,
-    request: &Request,
-    device: &Device,
-    job: Job,
-    stop: &Stop,
-) -> Result<Index> {
+pub fn store(repository: &Repository, request: &Request, device: &Device, job: Job) -> Result<Index> {
     let began = Instant::now();
     let Job { mut about, base, ranges, done } = job;
     let (packs, segments) = done.as_ref().map_or((&[][..], &[][..]), |done| (&done.packs, &done.segments));
@@ -41,10 +35,10 @@ pub fn store(
         request,
         writer: Writer::new(repository, packs, segments),
         base: base.as_ref(),
-        limit: Limit::new(request.limit),
+        limit: Limit::new(request.source.limit_rate.map(|rate| rate.0)),
         progress: Progress::new("backup", about.size),
         read: AtomicU64::new(0),
-        state: State::new(stop, done.map(|done| done.done).unwrap_or_default()),
+        state: State::new(repository.store.stop(), done.map(|done| done.done).unwrap_or_default()),
     };
     let mut seen = Seen { listed: 0, touched: HashSet::new(), changed: Cells::new(about.size) };
     let came = run.all(repository, ranges, &about, &mut seen).and_then(|()| device.check_unchanged());
@@ -79,7 +73,7 @@ pub fn store(
     about.added = written.added;
     let index =
         Index { about, packs: written.packs, segments: written.segments, changed: seen.changed.finish() };
-    stop.check()?;
+    repository.store.stop().check()?;
     if let Err(error) = commit(repository, &index) {
         let Index { about, packs, segments, .. } = index;
         partial::leave(repository, &Partial { about, packs, segments, done, source });
@@ -97,7 +91,7 @@ fn commit(repository: &Repository, index: &Index) -> Result<()> {
     let name = format!("backups/{}", index.about.id);
     repository.hold()?;
     if !repository.store.create(&name, envelope(index))? {
-        return Err(Error::refused(format!("{name} is there already")));
+        return Err(refused!("{name} is there already"));
     }
     repository.was_held().inspect_err(|_| {
         if let Err(error) = repository.store.remove(std::slice::from_ref(&name)) {
@@ -143,10 +137,10 @@ impl<'r> Run<'r> {
     /// Reads all ranges with as many threads as are asked for.
     fn all(&self, repository: &Repository, ranges: Ranges, about: &About, seen: &mut Seen) -> Result<()> {
         let (works, working) = channel::<()>();
-        let (orders, queue) = sync_channel::<Order<'_>>(2 * self.request.in_flight);
+        let (orders, queue) = sync_channel::<Order<'_>>(2 * usize::from(self.request.source.in_flight));
         let queue = Mutex::new(queue);
         let dispatched = std::thread::scope(|scope| {
-            for number in 0..self.request.in_flight {
+            for number in 0..self.request.source.in_flight {
                 let worker = std::thread::Builder::new().name(format!("read {number}"));
                 let (works, queue) = (works.clone(), &queue);
                 let spawned = worker.spawn_scoped(scope, move || {
@@ -154,7 +148,7 @@ impl<'r> Run<'r> {
                     drop(works);
                 });
                 if let Err(error) = spawned {
-                    self.state.fail(Error::refused(format!("start a thread: {error}")));
+                    self.state.fail(refused!("start a thread: {error}"));
                 }
             }
             drop(works);
@@ -251,12 +245,8 @@ impl<'r> Run<'r> {
         if self.base.is_some() {
             plan::widen(&mut listed, size);
         }
-        let of = |base: &'r Index| {
-            let place = base.segments.binary_search_by_key(&listed.number, |segment| segment.number);
-            place.ok().map(|place| &base.segments[place])
-        };
         let reads = plan::reads(&listed.blocks);
-        let base = self.base.and_then(of);
+        let base = self.base.and_then(|base| base.segment(listed.number));
         let work = Arc::new(Work { listed, base, extents: Mutex::default(), is_cut: AtomicBool::new(false) });
         for read in reads {
             if self.state.is_over() || orders.send((work.clone(), read)).is_err() {
@@ -270,7 +260,7 @@ impl<'r> Run<'r> {
     /// What a reading thread does.
     fn work(&self, queue: &Mutex<Receiver<Order<'r>>>) {
         let mut buffer = AlignedBuffer::new((plan::READ_BLOCKS as u64 * BLOCK) as usize);
-        let mut compressor = match Compressor::new(self.request.level) {
+        let mut compressor = match Compressor::new(self.request.source.compression) {
             Ok(compressor) => compressor,
             Err(error) => return self.state.fail(error),
         };

@@ -6,16 +6,13 @@ mod copy;
 mod partial;
 mod state;
 
-use std::path::PathBuf;
-
-use base::Stop;
 use snapshot_metadata_client::{Advice, Blocks, Client};
 use tonic::Code;
 
+use crate::arguments::Source;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::repository::{About, Index, Kind, Partial, Repository};
-use crate::wait::wait;
 use copy::store;
 
 /// What a volume may have grown by in any case for an incremental backup to be made.
@@ -24,26 +21,14 @@ const MOST_GROWN: u64 = 1 << 30;
 /// What a user asks for.
 #[derive(Debug)]
 pub struct Request {
-    /// The volume's name in the repository.
-    pub volume: String,
-    /// What is read.
-    pub device: PathBuf,
+    /// What is read, and how.
+    pub source: Source,
     /// Who says what is allocated and changed.
     pub asked: Option<Asked>,
     /// The CSI handle of the snapshot that the device holds.
     pub snapshot: Option<String>,
-    /// The snapshot that an incremental backup is made over; without it that of the last backup.
-    pub base: Option<String>,
     /// What is made.
     pub wish: Wish,
-    /// Bytes a second that are read.
-    pub limit: Option<u64>,
-    /// Go on with what was interrupted.
-    pub resume: bool,
-    /// Reads at once.
-    pub in_flight: usize,
-    /// Level of zstd.
-    pub level: i32,
 }
 
 /// Who says what is allocated and changed.
@@ -58,7 +43,6 @@ pub struct Asked {
 /// What kind of backup is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wish {
-    /// Full.
     Full,
     /// Incremental, or none.
     Incremental,
@@ -105,9 +89,9 @@ impl From<Error> for Not {
 }
 
 /// Makes a backup, and says what was made.
-pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<Index> {
-    let device = Device::open(&request.device)?;
-    let partial = match request.resume {
+pub fn run(repository: &Repository, request: &Request) -> Result<Index> {
+    let device = Device::open(&request.source.device)?;
+    let partial = match request.source.resume {
         true => partial::interrupted(repository, request, &device)?,
         false => None,
     };
@@ -118,22 +102,22 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
     let why = match wish {
         Wish::Full => partial.as_ref().and_then(|partial| partial.about.why.clone()),
         Wish::Incremental | Wish::Auto => {
-            let made = incremental(repository, request, &device, partial.clone(), stop)
-                .and_then(|job| Ok(store(repository, request, &device, job, stop)?));
+            let made = incremental(repository, request, &device, partial.clone())
+                .and_then(|job| Ok(store(repository, request, &device, job)?));
             match made {
                 Ok(index) => return Ok(index),
                 Err(Not::Possible(why)) if wish == Wish::Auto => Some(why),
                 Err(Not::Possible(why)) => {
-                    return Err(Error::refused(format!(
+                    return Err(refused!(
                         "no incremental backup can be made: {why}; make a full one, or use `auto`"
-                    )));
+                    ));
                 }
                 Err(Not::Needed(made)) if wish == Wish::Auto => {
                     shell::say!("cbt-backup: {}", already(&made));
                     return Ok(*made);
                 }
                 Err(Not::Needed(made)) => {
-                    return Err(Error::refused(format!("{}; take a new snapshot", already(&made))));
+                    return Err(refused!("{}; take a new snapshot", already(&made)));
                 }
                 Err(Not::Failed(error)) => return Err(error),
             }
@@ -143,8 +127,8 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
         tracing::warn!("a full backup: {why}");
     }
     let partial = partial.filter(|partial| partial.about.kind == Kind::Full);
-    let job = full(repository, request, &device, why, partial, stop)?;
-    store(repository, request, &device, job, stop)
+    let job = full(repository, request, &device, why, partial)?;
+    store(repository, request, &device, job)
 }
 
 fn already(made: &Index) -> String {
@@ -163,19 +147,13 @@ fn about(repository: &Repository, request: &Request, kind: Kind, size: u64) -> R
     }
     Ok(About {
         id,
-        volume: request.volume.clone(),
+        volume: request.source.volume.clone(),
         created: now.as_second(),
         kind,
-        base: None,
-        why: None,
         snapshot: request.snapshot.clone(),
-        device: request.device.display().to_string(),
+        device: request.source.device.display().to_string(),
         size,
-        data: 0,
-        listed: 0,
-        read: 0,
-        added: 0,
-        milliseconds: 0,
+        ..About::default()
     })
 }
 
@@ -185,11 +163,10 @@ fn full(
     device: &Device,
     why: Option<String>,
     partial: Option<Partial>,
-    stop: &Stop,
 ) -> Result<Job> {
     let (ranges, size) = match &request.asked {
         Some(Asked { client, snapshot }) => {
-            match wait(repository.store.runtime(), stop, client.allocated(snapshot))? {
+            match repository.store.wait(client.allocated(snapshot))? {
                 Ok(blocks) => {
                     let capacity = blocks.capacity();
                     (Ranges::Stream(Box::new(blocks)), capacity)
@@ -219,12 +196,11 @@ fn incremental(
     request: &Request,
     device: &Device,
     partial: Option<Partial>,
-    stop: &Stop,
 ) -> Result<Job, Not> {
     let (Some(asked), Some(snapshot)) = (&request.asked, &request.snapshot) else {
         return Err(Not::Possible("no driver to ask what changed: give --endpoint or --namespace".into()));
     };
-    if let Some(made) = made_of(repository, &request.volume, snapshot)? {
+    if let Some(made) = made_of(repository, &request.source.volume, snapshot)? {
         return Err(Not::Needed(Box::new(made)));
     }
     let base = base_of(repository, request, partial.as_ref())?;
@@ -232,10 +208,10 @@ fn incremental(
         return Err(Not::Possible(format!("backup {} has no snapshot handle", base.about.id)));
     };
     let delta = asked.client.delta(handle, &asked.snapshot);
-    let blocks = match wait(repository.store.runtime(), stop, delta)? {
+    let blocks = match repository.store.wait(delta)? {
         Ok(blocks) => blocks,
         // Nobody named this base: it is the last backup of that name, and the next one would be refused as this one is.
-        Err(error) if request.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
+        Err(error) if request.source.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
             return Err(Not::Possible(format!(
                 "the driver does not accept {handle} (backup {}) as a base of {snapshot}; the volume was probably deleted and \
                  created again: {error}",
@@ -297,8 +273,8 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
             Err(error) => return Err(Not::Failed(error)),
         };
         let of_partial = partial.is_none_or(|partial| partial.about.base.as_ref() == Some(id));
-        let of_base = request.base.is_none() || index.about.snapshot == request.base;
-        if index.about.volume == request.volume && of_base && of_partial {
+        let of_base = request.source.base.is_none() || index.about.snapshot == request.source.base;
+        if index.about.volume == request.source.volume && of_base && of_partial {
             return match repository.known_damage(id)? {
                 Some(what) => Err(Not::Possible(format!("the last backup, {id}, is damaged: {what}"))),
                 None => {
@@ -308,10 +284,10 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
             };
         }
     }
-    Err(Not::Possible(match (damaged, &request.base) {
+    Err(Not::Possible(match (damaged, &request.source.base) {
         (Some(damaged), _) => damaged,
-        (None, Some(base)) => format!("no backup of {} is of snapshot {base}", request.volume),
-        (None, None) => format!("there is no earlier backup of {}", request.volume),
+        (None, Some(base)) => format!("no backup of {} is of snapshot {base}", request.source.volume),
+        (None, None) => format!("there is no earlier backup of {}", request.source.volume),
     }))
 }
 
@@ -320,9 +296,9 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
 fn fits(device: &Device, size: u64) -> Result<()> {
     let (path, has) = (device.path().display(), device.size());
     if has < size {
-        return Err(Error::refused(format!(
+        return Err(refused!(
             "{path} has {has} bytes, and the snapshot has {size}: it is not the device of that snapshot"
-        )));
+        ));
     }
     if has > size {
         tracing::warn!("{path} has {has} bytes, and the snapshot has {size}: what lies behind is not read");

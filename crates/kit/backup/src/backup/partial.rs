@@ -16,7 +16,7 @@ use crate::repository::index::envelope;
 use crate::repository::pack::Packs;
 use crate::repository::verify::as_index;
 use crate::repository::writer::Writer;
-use crate::repository::{About, BLOCK, Extent, Kind, Partial, Repository, SEGMENT, Segment, pieces};
+use crate::repository::{About, BLOCK, Extent, Kind, Partial, Repository, SEGMENT, pieces};
 
 /// Between two notes of how far a backup is: longer and longer, so that they take no part of it that counts.
 const SOONEST: Duration = Duration::from_secs(1);
@@ -33,7 +33,9 @@ pub fn interrupted(repository: &Repository, request: &Request, device: &Device) 
     let mut found = None;
     for (name, partial) in repository.partials()? {
         let why = match partial {
-            Ok(partial) if partial.about.volume == request.volume && is_wished(&partial.about, request) => {
+            Ok(partial)
+                if partial.about.volume == request.source.volume && is_wished(&partial.about, request) =>
+            {
                 let why = why_not(repository, &partial, request, device).or_else(|error| {
                     if error.is_damage() { Ok(Some(base::report(&error))) } else { Err(error) }
                 })?;
@@ -106,10 +108,7 @@ fn differs(
     let mut buffer = AlignedBuffer::new(SEGMENT as usize / 1024);
     for number in done.iter().step_by(done.len() / SAMPLES + 1) {
         let mut packs = Packs::default();
-        let segment = match index.segments.binary_search_by_key(number, |of| of.number) {
-            Ok(place) => repository.segment(&index, &index.segments[place], &mut packs)?,
-            Err(_) => Segment::default(),
-        };
+        let segment = repository.segment_at(&index, *number, &mut packs)?;
         let mut found = None;
         let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
             let bytes = buffer.part(length);

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::arguments::{Cluster, RunArguments};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::repository::{About, random_digits};
 use crate::wait::unless;
 
@@ -40,24 +40,18 @@ const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-chan
 
 /// A client of the API server that the kubeconfig names, or of the pod's own cluster.
 pub async fn api(cluster: &Cluster) -> Result<Client> {
-    let none = |error: &dyn std::error::Error| {
-        Error::refused(format!(
-            "there is no way to the Kubernetes API server: {}; set KUBECONFIG",
-            base::report(error)
-        ))
-    };
     let options = KubeConfigOptions { context: cluster.context.clone(), ..KubeConfigOptions::default() };
-    let config = match &cluster.kubeconfig {
-        Some(path) => {
-            let kubeconfig = Kubeconfig::read_from(path).map_err(|error| none(&error))?;
-            Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(|error| none(&error))
-        }
-        None if cluster.context.is_some() => {
-            Config::from_kubeconfig(&options).await.map_err(|error| none(&error))
-        }
-        None => Config::infer().await.map_err(|error| none(&error)),
-    }?;
-    Client::try_from(config).map_err(|error| none(&error))
+    let client = async {
+        let config = match &cluster.kubeconfig {
+            Some(path) => Config::from_custom_kubeconfig(Kubeconfig::read_from(path)?, &options).await?,
+            None if cluster.context.is_some() => Config::from_kubeconfig(&options).await?,
+            None => Config::infer().await?,
+        };
+        Ok::<_, Box<dyn std::error::Error>>(Client::try_from(config)?)
+    };
+    client.await.map_err(|error| {
+        refused!("there is no way to the Kubernetes API server: {}; set KUBECONFIG", base::report(&*error))
+    })
 }
 
 /// Prints progress.
@@ -208,8 +202,8 @@ impl Run<'_> {
     async fn create(&self, kind: Resource, mut object: Value) -> Result<()> {
         let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         object["metadata"]["annotations"][OF_RUN] = json!(self.id);
-        let object = serde_json::from_value(object)
-            .map_err(|error| Error::refused(format!("{} {name}: {error}", kind.2)))?;
+        let object =
+            serde_json::from_value(object).map_err(|error| refused!("{} {name}: {error}", kind.2))?;
         let created = || self.created.lock();
         created().push((kind, name.clone()));
         let objects = self.objects(kind);
@@ -264,11 +258,11 @@ impl Run<'_> {
                 return Ok(());
             }
             if Instant::now() > until {
-                return Err(Error::refused(format!(
+                return Err(refused!(
                     "{} {name} is deleted and still there after {} s",
                     kind.2,
                     GOING.as_secs()
-                )));
+                ));
             }
             tokio::time::sleep(POLL).await;
         }
@@ -305,7 +299,7 @@ impl Run<'_> {
         }
         let size = size
             .or_else(|| text(&claim, "/status/capacity/storage").map(str::to_owned))
-            .ok_or_else(|| Error::refused(format!("nothing says how large {snapshot} is")))?;
+            .ok_or_else(|| refused!("nothing says how large {snapshot} is"))?;
         let storage_class = text(&claim, "/spec/storageClassName");
         self.create(CLAIMS, self.source_claim(snapshot, &size, storage_class)).await?;
         self.create(PODS, self.pod(snapshot, repository, placement)).await?;
@@ -376,10 +370,10 @@ impl Run<'_> {
             }
             let why = text(object, "/status/error/message").unwrap_or("the snapshot controller says nothing");
             is_late.then(|| {
-                Err(Error::refused(format!(
+                Err(refused!(
                     "VolumeSnapshot {snapshot} is not ready after {} s: {why}",
                     self.arguments.patience.as_secs_f64()
-                )))
+                ))
             })
         })
         .await
@@ -392,11 +386,11 @@ impl Run<'_> {
         let done = self.answered(async || objects.patch(content, &PatchParams::default(), &patch).await);
         match done.await? {
             Ok(_) => Ok(()),
-            Err(kube::Error::Api(status)) if status.code == 403 => Err(Error::refused(format!(
+            Err(kube::Error::Api(status)) if status.code == 403 => Err(refused!(
                 "{} is a Filesystem claim. To read its snapshot as a device, VolumeSnapshotContent {content} needs the annotation \
                  {MODE_CHANGE}: \"true\", which this account may not set: give it the right to patch volumesnapshotcontents",
                 self.arguments.pvc
-            ))),
+            )),
             Err(error) => Err(self.failed("annotate", CONTENTS, content)(error)),
         }
     }
@@ -404,10 +398,10 @@ impl Run<'_> {
     /// The nodes of the claim's volume: what is restored from its snapshot is there too.
     async fn placement(&self, claim: &DynamicObject) -> Result<Option<Value>> {
         let Some(volume) = text(claim, "/spec/volumeName") else {
-            return Err(Error::refused(format!(
+            return Err(refused!(
                 "the claim {} is bound to no volume yet: start a pod that uses it",
                 self.arguments.pvc
-            )));
+            ));
         };
         match self.get(VOLUMES, volume).await {
             Ok(volume) => Ok(volume.data.pointer("/spec/nodeAffinity/required").cloned()),
@@ -428,20 +422,16 @@ impl Run<'_> {
             let message = text(pod, &format!("{status}/terminated/message")).unwrap_or_default();
             match text(pod, "/status/phase") {
                 Some("Succeeded") => Some(serde_json::from_str(message).map_err(|error| {
-                    Error::refused(format!(
+                    refused!(
                         "the backup is made, and the report of pod {} cannot be read: {error}",
                         self.name
-                    ))
+                    )
                 })),
                 Some("Failed") => {
                     let why = [message, text(pod, "/status/message").unwrap_or_default()].join(" ");
                     let code = pod.data.pointer(&format!("{status}/terminated/exitCode"));
                     let code = code.map_or_else(|| "?".to_owned(), ToString::to_string);
-                    Some(Err(Error::refused(format!(
-                        "pod {} failed with exit code {code}: {}",
-                        self.name,
-                        why.trim()
-                    ))))
+                    Some(Err(refused!("pod {} failed with exit code {code}: {}", self.name, why.trim())))
                 }
                 Some("Running") if !has_started => {
                     has_started = true;
@@ -455,11 +445,11 @@ impl Run<'_> {
                     let why = text(pod, &format!("{status}/waiting/message"))
                         .or_else(|| waits.and_then(|of| of["message"].as_str()))
                         .unwrap_or("the scheduler says nothing");
-                    Some(Err(Error::refused(format!(
+                    Some(Err(refused!(
                         "pod {} does not start in {} s: {why}",
                         self.name,
                         self.arguments.patience.as_secs_f64()
-                    ))))
+                    )))
                 }
                 _ => None,
             }

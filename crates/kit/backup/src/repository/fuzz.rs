@@ -35,7 +35,7 @@ pub fn index(content: &[u8]) {
     let _ = Index::decode(content, NAME);
     let Ok(index) = Index::decode(&seal(content), NAME) else { return };
     holds_together(&index.about, &index.packs, &index.segments);
-    let table = index.table();
+    let table = Packs::of(&index.packs);
     assert!((0..).zip(&index.packs).all(|(place, pack)| table.get(place) == pack));
     assert_eq!(Index::decode(&envelope(&index), NAME).expect("it was read"), index);
 }
@@ -175,10 +175,6 @@ mod tests {
     }
 
     fn a_segment(lengths: &[u32]) -> Vec<u8> {
-        let mut table = Packs::default();
-        for pack in packs() {
-            table.intern(pack);
-        }
         let extent = |(number, blocks): (u32, &u32)| Extent {
             start: 100 * number,
             blocks: *blocks,
@@ -186,7 +182,7 @@ mod tests {
             chunk: number,
             skip: number % 2,
         };
-        Segment { extents: (0..).zip(lengths).map(extent).collect() }.encode(&table)
+        Segment { extents: (0..).zip(lengths).map(extent).collect() }.encode(&Packs::of(&packs()))
     }
 
     /// Three files of each kind as they are written.

@@ -6,17 +6,18 @@ use std::collections::HashSet;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::pack::{self, PackRef, Packs};
-use crate::error::{Error, Result};
+use super::pack::{self, PackRef};
+use crate::error::{Error, Result, refused};
 
 /// Cells of a drawn map.
 pub const CELLS: usize = 1024;
 
 /// Full or incremental.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// All data was read.
+    #[default]
     Full,
     /// What changed since another backup was read; the rest is named.
     Incremental,
@@ -32,7 +33,7 @@ impl std::fmt::Display for Kind {
 }
 
 /// What a backup is, for people.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
     /// Its name in the repository: the time, and random digits.
     pub id: String,
@@ -40,7 +41,6 @@ pub struct About {
     pub volume: String,
     /// When it began, in seconds since 1970.
     pub created: i64,
-    /// Full or incremental.
     pub kind: Kind,
     /// The backup that it was made over.
     pub base: Option<String>,
@@ -71,9 +71,7 @@ pub struct SegmentRef {
     pub number: u32,
     /// The pack with its map, as a place in [`Index::packs`].
     pub pack: u32,
-    /// The chunk.
     pub chunk: u32,
-    /// Blocks that it holds.
     pub blocks: u32,
     /// The packs with its data.
     pub packs: Vec<u32>,
@@ -84,7 +82,6 @@ pub struct SegmentRef {
 /// An index as it is stored, in an [`envelope`]. Written last: everything it names is durable before.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Index {
-    /// What it is.
     pub about: About,
     /// Every pack that the backup needs.
     pub packs: Vec<PackRef>,
@@ -105,13 +102,10 @@ impl Index {
         }
     }
 
-    /// Its packs with the same places.
-    pub fn table(&self) -> Packs {
-        let mut packs = Packs::default();
-        for pack in &self.packs {
-            packs.intern(*pack);
-        }
-        packs
+    /// A segment, where it holds data.
+    pub fn segment(&self, number: u32) -> Option<&SegmentRef> {
+        let place = self.segments.binary_search_by_key(&number, |segment| segment.number);
+        place.ok().map(|place| &self.segments[place])
     }
 }
 
@@ -180,10 +174,10 @@ pub fn open<T: DeserializeOwned>(bytes: &[u8], name: &str) -> Result<T> {
         Some((version, content)) if u32::from_le_bytes(*version) == VERSION => {
             postcard::from_bytes(content).map_err(|error| Error::damaged(name, error.to_string()))
         }
-        Some((version, _)) => Err(Error::refused(format!(
+        Some((version, _)) => Err(refused!(
             "{name} has format {}; this cbt-backup knows format {VERSION}: use the one that wrote it",
             u32::from_le_bytes(*version)
-        ))),
+        )),
         None => Err(Error::damaged(name, "it is no file of a cbt-backup repository")),
     }
 }
@@ -196,7 +190,6 @@ pub struct Cells {
 }
 
 impl Cells {
-    /// Of a volume.
     pub fn new(size: u64) -> Self {
         Cells { size, bytes: vec![0; CELLS] }
     }

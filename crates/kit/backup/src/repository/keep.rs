@@ -6,21 +6,7 @@ use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
 use super::About;
-
-/// Which backups are kept. With nothing said all are.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Keep {
-    /// The number of last ones of each volume.
-    pub last: Option<usize>,
-    /// The number of days of which the last one is kept.
-    pub daily: Option<usize>,
-    /// The number of weeks of which the last one is kept.
-    pub weekly: Option<usize>,
-    /// The number of months of which the last one is kept.
-    pub monthly: Option<usize>,
-    /// The number of years of which the last one is kept.
-    pub yearly: Option<usize>,
-}
+use crate::arguments::Keep;
 
 /// The ids of the backups that are kept. Pure.
 pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
@@ -37,10 +23,10 @@ pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
         let day = |about: &About| {
             Timestamp::from_second(about.created).unwrap_or_default().to_zoned(TimeZone::UTC).date()
         };
-        let mut first_of = |limit: Option<usize>, name: &dyn Fn(&About) -> (i64, i64)| {
+        let mut first_of = |limit: Option<u16>, name: &dyn Fn(&About) -> (i64, i64)| {
             let mut seen = BTreeSet::new();
             for about in backups.iter() {
-                if seen.len() < limit.unwrap_or(0) && seen.insert(name(about)) {
+                if seen.len() < usize::from(limit.unwrap_or(0)) && seen.insert(name(about)) {
                     kept.insert(about.id.clone());
                 }
             }
@@ -52,7 +38,7 @@ pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
             let week = day(about).iso_week_date();
             (week.year().into(), week.week().into())
         });
-        let last = if is_all { backups.len() } else { last.unwrap_or(0) };
+        let last = if is_all { backups.len() } else { usize::from(last.unwrap_or(0)) };
         kept.extend(backups.iter().take(last).map(|about| about.id.clone()));
     }
     kept
@@ -61,24 +47,13 @@ pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::repository::Kind;
 
     fn about(volume: &str, time: &str) -> About {
         About {
             id: time.to_owned(),
             volume: volume.to_owned(),
             created: time.parse::<Timestamp>().expect("a time").as_second(),
-            kind: Kind::Full,
-            base: None,
-            why: None,
-            snapshot: None,
-            device: String::new(),
-            size: 0,
-            data: 0,
-            listed: 0,
-            read: 0,
-            added: 0,
-            milliseconds: 0,
+            ..About::default()
         }
     }
 

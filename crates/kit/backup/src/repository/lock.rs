@@ -17,14 +17,13 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use base::Stop;
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::MAX_NOTE;
 use super::store::Store;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::show;
 
 /// A lock that was not written for so long is of a process that is gone.
@@ -139,9 +138,9 @@ struct Busy {
 }
 
 impl Lock {
-    /// Takes the lock, or says who has it. `stop` is set when it is lost, and `lost` says why. A reader without the right to
-    /// write has none: a prune beside it makes it fail, but what it reads has checksums.
-    pub fn take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Option<Self>> {
+    /// Takes the lock, or says who has it. The store is stopped when it is lost, and `lost` says why. A reader without the
+    /// right to write has none: a prune beside it makes it fail, but what it reads has checksums.
+    pub fn take(store: &Store, wanted: Wanted<'_>, lost: &Lost) -> Result<Option<Self>> {
         let until = Instant::now() + wanted.wait;
         let mut is_told = false;
         loop {
@@ -150,7 +149,7 @@ impl Lock {
                 Some(dir) => {
                     store.check("lock", true).and_then(|()| try_file(&dir.join("lock"), wanted.mode))
                 }
-                None => ObjectLock::try_take(store, wanted, stop, lost).map(|lock| lock.map(Lock::Object)),
+                None => ObjectLock::try_take(store, wanted, lost).map(|lock| lock.map(Lock::Object)),
             };
             let tried = match tried {
                 Err(error) if wanted.is_reader && is_refused(&error) => {
@@ -173,7 +172,7 @@ impl Lock {
             if !std::mem::replace(&mut is_told, true) {
                 shell::say!("cbt-backup: waiting at most {} s: {}", wanted.wait.as_secs(), busy.why);
             }
-            busy.wait(store, until, stop)?;
+            busy.wait(store, until)?;
         }
     }
 
@@ -239,11 +238,11 @@ fn try_file(path: &std::path::Path, mode: Mode) -> Result<Result<Lock, Busy>> {
 impl Busy {
     /// Waits until it may be worth another try. A try writes a lock object, in whose way others may come, so that of a lock
     /// in a bucket is made when the one in the way is gone or out of its time.
-    fn wait(&self, store: &Store, until: Instant, stop: &Stop) -> Result<()> {
+    fn wait(&self, store: &Store, until: Instant) -> Result<()> {
         let ends = self.object.as_ref().map_or(Duration::ZERO, |(_, ends)| *ends);
         let until = until.min(Instant::now() + ends.max(POLL));
         loop {
-            stop.check()?;
+            store.stop().check()?;
             std::thread::sleep(POLL.min(until.saturating_duration_since(Instant::now())));
             let is_gone = match &self.object {
                 Some((name, _)) => !store.exists(name)?,
@@ -296,7 +295,6 @@ struct Held {
     written: Mutex<Duration>,
     /// One renewal at a time.
     renewing: Mutex<()>,
-    stop: Stop,
     lost: Lost,
 }
 
@@ -309,7 +307,7 @@ impl Held {
     /// Stops all work that relies on the lock.
     fn lose(&self, why: String) {
         let _ = self.lost.0.set(why);
-        self.stop.cancel();
+        self.store.stop().cancel();
     }
 
     fn check(&self) -> Result<()> {
@@ -349,7 +347,7 @@ pub struct ObjectLock {
 }
 
 impl ObjectLock {
-    fn try_take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Result<Self, Busy>> {
+    fn try_take(store: &Store, wanted: Wanted<'_>, lost: &Lost) -> Result<Result<Self, Busy>> {
         // Numbers and texts.
         let bytes =
             serde_json::to_vec(&Holder::new(&wanted)).expect("strings and numbers can be written as JSON");
@@ -357,9 +355,9 @@ impl ObjectLock {
         let written = Mutex::new(now());
         store.replace(&name, bytes.clone())?;
         // From here on it goes again where this one fails.
-        let (store, stop, lost) = (store.clone(), stop.clone(), lost.clone());
+        let (store, lost) = (store.clone(), lost.clone());
         let times = Times::new();
-        let held = Held { store, name, bytes, times, written, renewing: Mutex::default(), stop, lost };
+        let held = Held { store, name, bytes, times, written, renewing: Mutex::default(), lost };
         let mut lock = ObjectLock { held: Arc::new(held), ends: None, renewer: None };
         if let Some(busy) = lock.held.in_the_way(wanted.mode)? {
             return Ok(Err(busy));
@@ -378,7 +376,7 @@ impl ObjectLock {
             }
         };
         let renewer = std::thread::Builder::new().name("lock".into()).spawn(renew);
-        let renewer = renewer.map_err(|error| Error::refused(format!("start a thread: {error}")))?;
+        let renewer = renewer.map_err(|error| refused!("start a thread: {error}"))?;
         (lock.ends, lock.renewer) = (Some(ends), Some(renewer));
         Ok(Ok(lock))
     }

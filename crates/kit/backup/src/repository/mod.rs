@@ -61,7 +61,7 @@ use store::Store;
 
 pub use crate::block::BLOCK;
 use crate::device::Identity;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 /// The object that makes a directory a repository.
 const CONFIG: &str = "repository";
@@ -87,7 +87,6 @@ pub struct Partial {
     pub packs: Vec<PackRef>,
     /// Those of them that hold data.
     pub segments: Vec<SegmentRef>,
-    /// All that are done.
     pub done: Vec<u32>,
     /// What it was read from, where no driver was asked. Earlier versions do not say it.
     #[serde(deserialize_with = "index::if_there")]
@@ -160,9 +159,9 @@ impl Repository {
             if repository.ids()?.is_empty()
                 && let Some(first) = repository.store.top()?.into_iter().find(is_other)
             {
-                return Err(Error::refused(format!(
+                return Err(refused!(
                     "{url} is no repository and not empty: it holds {first}; name an empty place"
-                )));
+                ));
             }
             let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };
             match error.is_not_found() {
@@ -175,8 +174,8 @@ impl Repository {
     }
 
     /// Takes the lock, until the value goes. See [`Lock::take`].
-    pub fn lock(self, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Self> {
-        let lock = Lock::take(&self.store, wanted, stop, lost)?;
+    pub fn lock(self, wanted: Wanted<'_>, lost: &Lost) -> Result<Self> {
+        let lock = Lock::take(&self.store, wanted, lost)?;
         Ok(Repository { lock, ..self })
     }
 
@@ -271,7 +270,7 @@ impl Repository {
             }
         }
         let of = volume.map(|volume| format!(" of {volume}")).unwrap_or_default();
-        Err(Error::refused(format!("there is no backup{of} yet")))
+        Err(refused!("there is no backup{of} yet"))
     }
 
     /// The id that a person means: all of it, or its beginning.
@@ -280,10 +279,8 @@ impl Repository {
         ids.retain(|id| id.starts_with(wanted));
         match ids.as_slice() {
             [id] => Ok(id.clone()),
-            [] => Err(Error::refused(format!("there is no backup {wanted}: `cbt-backup list` names all"))),
-            [one, other, ..] => {
-                Err(Error::refused(format!("{wanted} may be {one} or {other}: write more of it")))
-            }
+            [] => Err(refused!("there is no backup {wanted}: `cbt-backup list` names all")),
+            [one, other, ..] => Err(refused!("{wanted} may be {one} or {other}: write more of it")),
         }
     }
 
@@ -385,7 +382,7 @@ pub fn pack_name(pack: &PackRef) -> String {
 /// Random hexadecimal digits.
 pub fn random_digits(count: usize) -> Result<String> {
     let mut bytes = vec![0; count.div_ceil(2)];
-    getrandom::fill(&mut bytes).map_err(|error| Error::refused(format!("no random numbers: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| refused!("no random numbers: {error}"))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()[..count].to_owned())
 }
 

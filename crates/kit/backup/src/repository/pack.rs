@@ -18,7 +18,7 @@ use files::AlignedBuffer;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 /// A chunk is at most so long, raw: data has [`CELL`], the map of a segment more.
 pub const MAX_CHUNK: usize = 8 << 20;
@@ -53,7 +53,6 @@ pub struct PackRef {
     pub id: [u8; 32],
     /// Length of the whole object.
     pub bytes: u32,
-    /// Rows of the table.
     pub rows: u32,
 }
 
@@ -94,6 +93,15 @@ pub struct Packs {
 }
 
 impl Packs {
+    /// With the same places as in a list, in which none comes twice.
+    pub fn of(list: &[PackRef]) -> Self {
+        let mut packs = Packs::default();
+        for pack in list {
+            packs.intern(*pack);
+        }
+        packs
+    }
+
     /// The place of a pack, a new one where it has none.
     pub fn intern(&mut self, pack: PackRef) -> u32 {
         if let Some(place) = self.by_id.get(&pack.id) {
@@ -220,7 +228,7 @@ impl Compressor {
             zstd.include_checksum(true)?;
             Ok(Compressor { zstd, is_worth_it: false })
         };
-        make().map_err(|error: std::io::Error| Error::refused(format!("zstd at level {level}: {error}")))
+        make().map_err(|error: std::io::Error| refused!("zstd at level {level}: {error}"))
     }
 
     /// A chunk of at most [`MAX_CHUNK`] bytes.
@@ -247,8 +255,6 @@ impl Compressor {
 /// The memory of packs that are stored, for the next ones: the kernel clears every page of fresh memory.
 #[derive(Clone, Debug, Default)]
 pub struct Spare(Arc<Mutex<Vec<AlignedBuffer>>>);
-
-impl Spare {}
 
 /// Memory that goes back when it is dropped.
 struct Lent {
@@ -279,7 +285,6 @@ pub struct OpenPack {
 }
 
 impl OpenPack {
-    /// An empty one.
     pub fn new(spare: &Spare) -> Self {
         // What is not written to takes no memory.
         let bytes = spare.0.lock().pop().unwrap_or_else(|| AlignedBuffer::new(PACK + MAX_CHUNK));

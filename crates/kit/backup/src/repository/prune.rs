@@ -8,46 +8,28 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use base::Stop;
 use jiff::Timestamp;
 use object_store::ObjectMeta;
 use serde::Serialize;
 
 use super::index::envelope;
-pub use super::keep::Keep;
 use super::keep::kept;
 use super::pack::{Chunk, MAX_PACK, PackRef, Packs, read_table};
 use super::verify::{Use, as_index};
 use super::writer::{Writer, gather};
 use super::{About, Index, Partial, Repository, SegmentRef, is_ours, pack_name};
-use crate::error::{Error, Result};
+use crate::arguments::PruneArguments;
+use crate::error::{Error, Result, refused};
 
 /// Chunks that are moved in one go: 64 MB of memory.
 const MOVED: usize = 1 << 20;
 /// What was interrupted is kept so long.
 const PARTIAL_DAYS: i64 = 7;
 
-/// What a person wants of a prune.
-#[derive(Clone, Debug, Default)]
-pub struct Rules {
-    /// What is kept.
-    pub keep: Keep,
-    /// Backups that go, whatever `keep` says: ids, or beginnings of them.
-    pub remove: Vec<String>,
-    /// `keep` is only about backups of this volume.
-    pub volume: Option<String>,
-    /// Packs of which more percent than this are unused are written anew.
-    pub max_unused: u64,
-    /// Says what would go, and does nothing.
-    pub is_dry: bool,
-}
-
 /// What a prune did.
 #[derive(Debug, Default, Serialize)]
 pub struct Pruned {
-    /// Backups that are gone.
     pub removed: Vec<String>,
-    /// Backups that are kept.
     pub kept: Vec<String>,
     /// Bytes of packs that are gone.
     pub freed: u64,
@@ -56,7 +38,7 @@ pub struct Pruned {
 }
 
 /// Prunes. The caller has the repository alone.
-pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Pruned> {
+pub fn prune(repository: &Repository, rules: &PruneArguments) -> Result<Pruned> {
     let mut removed =
         rules.remove.iter().map(|wanted| repository.named(wanted)).collect::<Result<BTreeSet<String>>>()?;
     let is_of = |about: &About| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume);
@@ -76,19 +58,17 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
                 damaged.push(id);
             }
             Err(error) if error.is_damage() => {
-                return Err(Error::refused(format!(
+                return Err(refused!(
                     "{}: prune cannot know what that backup needs. If it cannot be restored any more, go on without it: \
                      `cbt-backup prune --remove {id}`",
                     base::report(&error)
-                )));
+                ));
             }
             Err(error) => return Err(error),
         }
     }
     if let Some(volume) = rules.volume.as_ref().filter(|_| !is_known) {
-        return Err(Error::refused(format!(
-            "there is no backup of {volume}: `cbt-backup list` names all volumes"
-        )));
+        return Err(refused!("there is no backup of {volume}: `cbt-backup list` names all volumes"));
     }
     let (of_volume, others): (Vec<_>, Vec<_>) = abouts.into_iter().partition(is_of);
     let mut keeps = kept(&of_volume, rules.keep);
@@ -101,7 +81,7 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
     };
     // What cannot be listed is found before anything is removed.
     let packs = repository.store.list("packs")?;
-    if rules.is_dry {
+    if rules.dry_run {
         if damaged.is_empty() {
             pruned.freed =
                 unused(repository, rules, &pruned.kept, packs)?.iter().map(|object| object.size).sum();
@@ -125,9 +105,9 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
     // Packs that are damaged are not touched.
     let mut left = HashSet::new();
     loop {
-        stop.check()?;
+        repository.store.stop().check()?;
         pruned.freed += sweep(repository, rules, &pruned.kept)?;
-        match repack(repository, &pruned.kept, rules.max_unused, &mut left, stop)? {
+        match repack(repository, &pruned.kept, rules.max_unused.into(), &mut left)? {
             Some(moved) => pruned.moved += moved,
             None => return Ok(pruned),
         }
@@ -135,7 +115,7 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
 }
 
 /// Removes packs that nothing names: the bytes of them.
-fn sweep(repository: &Repository, rules: &Rules, kept: &[String]) -> Result<u64> {
+fn sweep(repository: &Repository, rules: &PruneArguments, kept: &[String]) -> Result<u64> {
     let unused = unused(repository, rules, kept, repository.store.list("packs")?)?;
     let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
     repository.remove(&names)?;
@@ -145,7 +125,7 @@ fn sweep(repository: &Repository, rules: &Rules, kept: &[String]) -> Result<u64>
 /// Those of some packs that neither a backup which is kept nor an interrupted one names.
 fn unused(
     repository: &Repository,
-    rules: &Rules,
+    rules: &PruneArguments,
     kept: &[String],
     mut packs: Vec<ObjectMeta>,
 ) -> Result<Vec<ObjectMeta>> {
@@ -161,7 +141,7 @@ fn unused(
     for (_, partial) in repository.partials()? {
         match partial {
             // The prune removes it before.
-            Err(error) if error.is_damage() && rules.is_dry => {}
+            Err(error) if error.is_damage() && rules.dry_run => {}
             partial => named.extend(partial?.packs.iter().map(pack_name)),
         }
     }
@@ -223,7 +203,6 @@ fn repack(
     kept: &[String],
     max_unused: u64,
     left: &mut HashSet<[u8; 32]>,
-    stop: &Stop,
 ) -> Result<Option<u64>> {
     let mut uses = Uses::default();
     let mut seen = HashSet::new();
@@ -243,7 +222,7 @@ fn repack(
     };
     for index in indexes() {
         let (_, index, _) = index?;
-        mark(repository, &index, &mut uses, &mut seen, stop)?;
+        mark(repository, &index, &mut uses, &mut seen)?;
     }
     let mut victims: HashMap<[u8; 32], PackRef> = HashMap::new();
     let mut chunks = 0;
@@ -280,7 +259,7 @@ fn repack(
     let writer = Writer::new(repository, &[], &[]);
     let mut places: HashMap<([u8; 32], u32), (u32, u32)> = HashMap::new();
     for (id, pack) in victims.clone() {
-        stop.check()?;
+        repository.store.stop().check()?;
         match copy(repository, &pack, uses.data.get(&id), &writer)? {
             Some(copied) => places.extend(copied.into_iter().map(|(chunk, place)| ((id, chunk), place))),
             None => {
@@ -296,7 +275,7 @@ fn repack(
     for index in indexes() {
         let (_, index, _) = index?;
         for of in &index.segments {
-            stop.check()?;
+            repository.store.stop().check()?;
             let touches = |pack: &u32| victims.contains_key(&index.packs[*pack as usize].id);
             if !touches(&of.pack) && !of.packs.iter().any(touches) || tokens.contains_key(&key(&index, of)) {
                 continue;
@@ -314,14 +293,11 @@ fn repack(
         }
     }
     let written = writer.finish()?;
-    stop.check()?;
-    let mut new_packs = Packs::default();
-    for pack in &written.packs {
-        new_packs.intern(*pack);
-    }
+    repository.store.stop().check()?;
+    let new_packs = Packs::of(&written.packs);
     for index in indexes() {
         let (name, index, partial) = index?;
-        let old_packs = index.table();
+        let old_packs = Packs::of(&index.packs);
         let segments: Vec<(bool, SegmentRef)> = index
             .segments
             .iter()
@@ -354,10 +330,9 @@ fn mark(
     index: &Index,
     uses: &mut Uses,
     seen: &mut HashSet<([u8; 32], u32)>,
-    stop: &Stop,
 ) -> Result<()> {
     for of in &index.segments {
-        stop.check()?;
+        repository.store.stop().check()?;
         let map = index.packs[of.pack as usize];
         if !seen.insert((map.id, of.chunk)) {
             continue;
@@ -365,10 +340,10 @@ fn mark(
         uses.maps.entry(map.id).or_insert_with(|| Use::new(map)).mark(of.chunk);
         let mut packs = Packs::default();
         let segment = repository.segment(index, of, &mut packs).map_err(|error| match error.is_damage() {
-            true => Error::refused(format!(
+            true => refused!(
                 "{}: run `cbt-backup verify`; unused parts of packs stay until then",
                 base::report(&error)
-            )),
+            ),
             false => error,
         })?;
         for extent in &segment.extents {

@@ -26,11 +26,8 @@ const REMEMBERED_PARTS: usize = 16;
 pub struct Piece {
     /// First byte in the volume.
     pub offset: u64,
-    /// Number of blocks.
     pub blocks: u32,
-    /// The pack.
     pub pack: PackRef,
-    /// The chunk.
     pub chunk: u32,
     /// Blocks of the chunk before the first that is meant.
     pub skip: u32,
@@ -116,6 +113,11 @@ impl Repository {
             true => Ok(segment),
             false => Err(Error::damaged("the map of a segment", "it holds more or less than the index says")),
         }
+    }
+
+    /// The same by its number. One that holds no data is empty.
+    pub fn segment_at(&self, index: &Index, number: u32, packs: &mut Packs) -> Result<Segment> {
+        index.segment(number).map_or_else(|| Ok(Segment::default()), |of| self.segment(index, of, packs))
     }
 
     /// Reads pieces and hands their bytes on, checked: part of a pack after part of a pack, and of each the chunks in the

@@ -21,11 +21,8 @@ pub const SEGMENT: u64 = SEGMENT_BLOCKS as u64 * BLOCK;
 pub struct Extent {
     /// First block, counted from the start of the segment.
     pub start: u32,
-    /// Number of blocks.
     pub blocks: u32,
-    /// The pack.
     pub pack: u32,
-    /// The chunk in it.
     pub chunk: u32,
     /// Blocks of the chunk before the first that is meant.
     pub skip: u32,
@@ -126,7 +123,6 @@ impl Segment {
         inside.filter_map(|extent| extent.cut(range)).collect()
     }
 
-    /// Blocks that it holds.
     pub fn blocks(&self) -> u64 {
         self.extents.iter().map(|extent| u64::from(extent.blocks)).sum()
     }

@@ -28,7 +28,7 @@ use super::directory::{meta, walk};
 use super::patience::{self, BySize};
 use crate::block::BLOCK;
 use crate::device::{Device, Target};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::wait::{unless, wait};
 
 /// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
@@ -60,7 +60,7 @@ pub struct Store {
 impl Store {
     /// Opens `DIR` or `s3://BUCKET/PREFIX`. A directory that is missing is made if `create`.
     pub fn open(url: &str, create: bool, runtime: &Handle, stop: &Stop) -> Result<Self> {
-        let wrong = |why: String| Error::refused(format!("the repository {url:?}: {why}"));
+        let wrong = |why: String| refused!("the repository {url:?}: {why}");
         if let Some(place) = url.strip_prefix("s3://") {
             let (bucket, prefix) = place.split_once('/').unwrap_or((place, ""));
             // reqwest takes the provider of the process.
@@ -110,6 +110,11 @@ impl Store {
         self.dir.as_deref()
     }
 
+    /// What ends a command, which looks at it while it works.
+    pub fn stop(&self) -> &Stop {
+        &self.stop
+    }
+
     /// The runtime on which requests are made.
     pub fn runtime(&self) -> &Handle {
         &self.runtime
@@ -124,10 +129,7 @@ impl Store {
         {
             let (dir, path) = (dir.clone(), dir.join(name));
             let written = self.runtime.spawn_blocking(move || write_large(&dir, &path, &parts));
-            return self
-                .in_time(written)
-                .await?
-                .map_err(|error| Error::refused(format!("write {name}: {error}")))?;
+            return self.in_time(written).await?.map_err(|error| refused!("write {name}: {error}"))?;
         }
         let name = Name::from(name);
         let done = self.in_time(self.inner.put(&name, PutPayload::from_iter(parts))).await?;
@@ -158,7 +160,7 @@ impl Store {
         let rewrite = async { timeout(within, self.try_rewrite(&name, bytes)).await };
         match self.runtime.block_on(self.in_time(rewrite))? {
             Ok(done) => done.map_err(failed("write", &name)),
-            Err(_) => Err(Error::refused(format!("{name} could not be written in {} s", within.as_secs()))),
+            Err(_) => Err(refused!("{name} could not be written in {} s", within.as_secs())),
         }
     }
 
@@ -196,8 +198,8 @@ impl Store {
         self.runtime.block_on(self.put(name, vec![bytes.into()]))
     }
 
-    /// What is read, unless the command is stopped before.
-    fn wait<T>(&self, read: impl Future<Output = T>) -> Result<T> {
+    /// What is read, here or elsewhere, unless the command is stopped before.
+    pub fn wait<T>(&self, read: impl Future<Output = T>) -> Result<T> {
         wait(&self.runtime, &self.stop, read)
     }
 
@@ -351,7 +353,7 @@ impl Store {
             let mut found = Vec::new();
             walk(&dir, &top, usize::from(!top.is_empty()), &mut found).map(|()| found)
         }))?;
-        walked.map_err(|error| Error::refused(format!("list: {error}")))?
+        walked.map_err(|error| refused!("list: {error}"))?
     }
 
     /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into.

@@ -2,9 +2,7 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use base::Stop;
 use parking_lot::Mutex;
 use serde::Serialize;
 
@@ -13,6 +11,7 @@ use super::pack::{MAX_PACK, PackRef, Packs, read_table};
 use super::{BLOCK, Index, MAX_NOTE, Repository, SEGMENT, SegmentRef, pack_name};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
+use crate::wait::each;
 
 /// What a verify has found.
 #[derive(Debug, Default, Serialize)]
@@ -25,7 +24,6 @@ pub struct Report {
     pub bytes: u64,
     /// Bytes of packs that no backup needs: prune removes them. Only where all backups are looked at.
     pub unused: Option<u64>,
-    /// What is wrong.
     pub damage: Vec<Damage>,
 }
 
@@ -52,7 +50,6 @@ impl Damage {
 /// Which chunks of a pack are in use.
 #[derive(Clone, Debug)]
 pub struct Use {
-    /// The pack.
     pub pack: PackRef,
     chunks: Vec<u64>,
 }
@@ -80,12 +77,7 @@ impl Use {
 type Seen = HashMap<([u8; 32], u32), Option<Damage>>;
 
 /// Checks some backups, or all of them and all else in the repository.
-pub fn verify(
-    repository: &Repository,
-    ids: Option<&[String]>,
-    threads: usize,
-    stop: &Stop,
-) -> Result<Report> {
+pub fn verify(repository: &Repository, ids: Option<&[String]>, threads: usize) -> Result<Report> {
     let mut report = Report::default();
     let before = repository.store.list("backups")?;
     let all = repository.ids()?;
@@ -93,10 +85,9 @@ pub fn verify(
     let mut uses: BTreeMap<[u8; 32], Use> = BTreeMap::new();
     let mut seen = Seen::new();
     for id in chosen {
-        stop.check()?;
+        repository.store.stop().check()?;
         report.backups += 1;
-        let found =
-            repository.index(id).and_then(|index| look(repository, &index, &mut uses, &mut seen, stop));
+        let found = repository.index(id).and_then(|index| look(repository, &index, &mut uses, &mut seen));
         match found {
             Ok(damage) => report.damage.extend(damage),
             Err(error) if error.is_damage() => report.damage.push(Damage::of(Some(id), &error)),
@@ -104,11 +95,11 @@ pub fn verify(
         }
     }
     if ids.is_none() {
-        others(repository, &mut report, &mut uses, &mut seen, stop)?;
+        others(repository, &mut report, &mut uses, &mut seen)?;
     }
     let packs: Vec<Use> = uses.into_values().collect();
     let total = packs.iter().map(|of| u64::from(of.pack.bytes)).sum();
-    let broken = read_packs(repository, &packs, total, threads, stop)?;
+    let broken = read_packs(repository, &packs, total, threads)?;
     report.packs = packs.len();
     report.bytes = total;
     if ids.is_none() {
@@ -123,12 +114,12 @@ pub fn verify(
         let mut reported = HashSet::new();
         for id in chosen {
             if let Ok(index) = repository.index(id) {
-                report.damage.extend(hurt(repository, &index, &broken, &mut reported, stop)?);
+                report.damage.extend(hurt(repository, &index, &broken, &mut reported)?);
             }
         }
         let partials = if ids.is_none() { repository.partials()? } else { Vec::new() };
         for partial in partials.into_iter().filter_map(|(_, partial)| partial.ok()) {
-            report.damage.extend(hurt(repository, &as_index(&partial), &broken, &mut reported, stop)?);
+            report.damage.extend(hurt(repository, &as_index(&partial), &broken, &mut reported)?);
         }
         // What hurts no backup is damage all the same.
         let whole = broken.packs.iter().map(|(pack, why)| ((*pack, None), why));
@@ -159,14 +150,13 @@ fn look(
     index: &Index,
     uses: &mut BTreeMap<[u8; 32], Use>,
     seen: &mut Seen,
-    stop: &Stop,
 ) -> Result<Vec<Damage>> {
     for pack in &index.packs {
         uses.entry(pack.id).or_insert_with(|| Use::new(*pack));
     }
     let mut damage = Vec::new();
     for segment in &index.segments {
-        stop.check()?;
+        repository.store.stop().check()?;
         let key = (index.packs[segment.pack as usize].id, segment.chunk);
         let found = match seen.entry(key) {
             Entry::Occupied(seen) => seen.get().clone(),
@@ -223,7 +213,6 @@ fn others(
     report: &mut Report,
     uses: &mut BTreeMap<[u8; 32], Use>,
     seen: &mut Seen,
-    stop: &Stop,
 ) -> Result<()> {
     report.note(repository.config().map(drop))?;
     for object in repository.store.list("damaged")? {
@@ -236,7 +225,7 @@ fn others(
         match partial {
             Ok(partial) => {
                 let index = as_index(&partial);
-                report.damage.extend(look(repository, &index, uses, seen, stop)?);
+                report.damage.extend(look(repository, &index, uses, seen)?);
             }
             Err(error) => report.note(Err(error))?,
         }
@@ -296,43 +285,20 @@ impl Broken {
     }
 }
 
-fn read_packs(
-    repository: &Repository,
-    packs: &[Use],
-    total: u64,
-    threads: usize,
-    stop: &Stop,
-) -> Result<Broken> {
+fn read_packs(repository: &Repository, packs: &[Use], total: u64, threads: usize) -> Result<Broken> {
     let progress = Progress::new("verify", total);
-    let next = AtomicUsize::new(0);
     let broken = Mutex::new(Broken::default());
-    let failed = Mutex::new(None);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(of) = packs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let read = stop.check().map_err(Error::from).and_then(|()| read_pack(repository, of));
-                    match read {
-                        Ok(found) => {
-                            let mut broken = broken.lock();
-                            broken.unused += found.unused;
-                            broken.packs.extend(found.packs);
-                            broken.chunks.extend(found.chunks);
-                        }
-                        Err(error) => {
-                            failed.lock().get_or_insert(error);
-                            next.store(packs.len(), Ordering::Relaxed);
-                        }
-                    }
-                    progress.by(of.pack.bytes.into(), of.pack.bytes.into());
-                }
-            });
-        }
-    });
-    match failed.into_inner() {
-        Some(error) => Err(error),
-        None => Ok(broken.into_inner()),
-    }
+    each(packs.len(), threads, repository.store.stop(), |number| {
+        let of = &packs[number];
+        let found = read_pack(repository, of)?;
+        let mut broken = broken.lock();
+        broken.unused += found.unused;
+        broken.packs.extend(found.packs);
+        broken.chunks.extend(found.chunks);
+        progress.by(of.pack.bytes.into(), of.pack.bytes.into());
+        Ok(())
+    })?;
+    Ok(broken.into_inner())
 }
 
 /// Every byte of a pack.
@@ -382,11 +348,10 @@ fn hurt(
     index: &Index,
     broken: &Broken,
     reported: &mut HashSet<Key>,
-    stop: &Stop,
 ) -> Result<Vec<Damage>> {
     let mut damage: Vec<Damage> = Vec::new();
     for of in &index.segments {
-        stop.check()?;
+        repository.store.stop().check()?;
         let mut needed = std::iter::once(&of.pack).chain(&of.packs);
         if !needed.any(|pack| broken.has(&index.packs[*pack as usize])) {
             continue;

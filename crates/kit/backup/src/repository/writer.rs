@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 
 use super::pack::{Chunk, Compressor, OpenPack, PackRef, Packs, Spare};
 use super::{BLOCK, Repository, SEGMENT_BLOCKS, Segment, SegmentRef, pack_name};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 /// Packs on their way at once: with the two that are open, 100 MB.
 const IN_FLIGHT: usize = 4;
@@ -44,8 +44,6 @@ struct State {
     in_flight: Arc<Mutex<HashSet<[u8; 32]>>>,
     added: u64,
 }
-
-impl State {}
 
 /// What a writer has written, with packs that are in use alone.
 pub struct Written {
@@ -258,7 +256,7 @@ pub fn gather<'s>(
 }
 
 fn ended(error: tokio::task::JoinError) -> Error {
-    Error::refused(format!("a request ended by itself: {error}"))
+    refused!("a request ended by itself: {error}")
 }
 
 /// How much of each sixteenth of a segment holds data: 0 nothing, 255 all.

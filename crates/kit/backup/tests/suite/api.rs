@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use testkit::until;
 
-use crate::tool::{Place, Running, text};
+use crate::tool::{Place, Running, ended, text};
 
 /// How an answer is spoiled.
 #[derive(Clone, Copy)]
@@ -295,9 +295,7 @@ fn what_is_made_while_the_api_server_is_away_is_made_once() {
         let troubles = [Trouble::Code(500), Trouble::Reset, Trouble::Code(502)];
         server.state.lock().unwrap().lost.extend(troubles.map(|trouble| (path, trouble)));
     }
-    let output = server.place.run(&RUN);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
+    let said = ended(0, &server.place.run(&RUN));
     assert_eq!(said.matches("asked again for at most 3 s").count(), 3, "once for each object: {said}");
     assert_eq!(server.left(), [""; 0]);
     assert_eq!(server.state.lock().unwrap().lost.len(), 0, "not all went wrong");

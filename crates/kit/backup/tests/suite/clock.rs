@@ -5,7 +5,7 @@ use std::process::Command;
 use files::pattern::Image;
 use serde_json::Value;
 
-use crate::tool::{MIB, Place, arg, id, text};
+use crate::tool::{MIB, Place, arg, ended, id};
 
 const SIZE: u64 = 20 * MIB;
 
@@ -45,14 +45,12 @@ impl Clock {
 
     /// A full backup of the image, with the clock ahead by so many days, and what is said about it.
     pub fn full(&self, place: &Place, days: i64) -> (String, String) {
-        let image = place.image();
-        let mut command =
-            place.command(&["full", "--volume", "v", "--device", arg(&image), "--output", "json"]);
+        let mut command = place.backup("full", &["--output", "json"]);
         self.set(&mut command, days);
         let output = command.output().expect("run");
-        assert!(output.status.success(), "{}", text(&output.stderr));
+        let said = ended(0, &output);
         let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-        (id(&made), text(&output.stderr))
+        (id(&made), said)
     }
 }
 

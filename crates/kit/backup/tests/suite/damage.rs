@@ -1,48 +1,36 @@
 //! What is not as it was written is found: by `verify`, by `restore` before anybody relies on the result, and by `auto`,
 //! which then makes a full backup.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-
 use fastrand::Rng;
 use files::pattern::Image;
 
 use crate::driver::{Driver, Fault};
-use crate::tool::{BLOCK, MIB, Place, arg, id, text};
+use crate::tool::{BLOCK, MIB, Place, arg, ended, fails, flip, id, json, text};
 
 const SIZE: u64 = 140 * MIB;
 
 /// Two backups over a driver, the second one incremental, and what the volume was.
-fn two(place: &Place, driver: &Driver) -> [(String, Image); 2] {
+fn two() -> (Place, Driver, [(String, Image); 2]) {
+    let (place, driver) = Driver::anew();
     let file = place.open_image(SIZE);
     let mut image = Image::default();
     image.write(&file, 3, 40, 1).expect("write");
     image.write(&file, 128 * MIB / BLOCK - 5, 10, 2).expect("write");
     driver.snapshot("one", &image, SIZE);
-    let first = id(&back_up(place, driver, "auto", "one"));
+    let first = id(&driver.back_up(&place, "auto", "one"));
     let before = image.clone();
     image.write(&file, 10, 2, 3).expect("write");
     image.punch(&file, 20, 4).expect("punch");
     driver.snapshot("two", &image, SIZE);
-    let second = back_up(place, driver, "incremental", "two");
-    assert_eq!(
-        (second["kind"].as_str(), second["base"].as_str()),
-        (Some("incremental"), Some(first.as_str()))
-    );
-    [(first, before), (id(&second), image)]
-}
-
-fn back_up(place: &Place, driver: &Driver, wish: &str, handle: &str) -> serde_json::Value {
-    let image = place.image();
-    let endpoint = driver.endpoint();
-    place.ok(&[wish, "--volume", "v", "--device", arg(&image), "--endpoint", &endpoint, "--snapshot", handle])
+    let second = driver.back_up(&place, "incremental", "two");
+    assert_eq!((&second["kind"], &second["base"]), (&"incremental".into(), &first.as_str().into()));
+    let backups = [(first, before), (id(&second), image)];
+    (place, driver, backups)
 }
 
 #[test]
 fn a_flipped_bit_is_found_by_verify_and_by_restore() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
-    let backups = two(&place, &driver);
+    let (place, _driver, backups) = two();
     let [(first, _), (second, changed)] = &backups;
     // A file with the first backup, onto which the second one goes.
     let held = place.path("held");
@@ -72,13 +60,10 @@ fn a_flipped_bit_is_found_by_verify_and_by_restore() {
                 let _ = std::fs::remove_file(&to);
                 let restored = place.run(&["restore", id, "--to", arg(&to)]);
                 is_refused |= !restored.status.success();
-                match restored.status.success() {
-                    true => {
-                        image.compare(&to, SIZE, &base::Stop::default()).expect("what is restored is right")
-                    }
-                    false => {
-                        assert!(!to.exists() && !place.path(".restored.restoring").exists(), "a part is left")
-                    }
+                if restored.status.success() {
+                    image.compare(&to, SIZE, &base::Stop::default()).expect("what is restored is right");
+                } else {
+                    assert!(!to.exists() && !place.path(".restored.restoring").exists(), "a part is left");
                 }
             }
             refused += usize::from(is_refused && path.to_string_lossy().contains("/packs/"));
@@ -105,17 +90,11 @@ fn a_flipped_bit_is_found_by_verify_and_by_restore() {
 
 #[test]
 fn damage_is_reported_by_backup_and_bytes_and_a_full_backup_follows() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
-    let [(first, _), (second, image)] = two(&place, &driver);
+    let (place, driver, [(first, _), (second, image)]) = two();
     // The largest pack holds the data of the first backup.
-    let largest =
-        place.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len()).expect("packs");
-    let mut bytes = std::fs::read(&largest).expect("read");
-    bytes[100] ^= 1;
-    std::fs::write(&largest, &bytes).expect("write");
-    let output = place.command(&["verify", "--output", "json"]).output().expect("run");
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let largest = place.largest();
+    flip(&largest, 100);
+    let report = json(1, place.command(&["verify"]));
     let damage = report["damage"].as_array().expect("a list");
     let hurt = |id: &str| damage.iter().filter(|of| of["backup"] == id).count();
     assert!(hurt(&first) == 1 && hurt(&second) >= 1, "{report}");
@@ -128,39 +107,30 @@ fn damage_is_reported_by_backup_and_bytes_and_a_full_backup_follows() {
     assert!(damage.iter().all(is_written), "{report}");
 
     driver.snapshot("three", &image, SIZE);
-    let (image_path, endpoint) = (place.image(), driver.endpoint());
-    let source =
-        ["--volume", "v", "--device", arg(&image_path), "--endpoint", &endpoint, "--snapshot", "three"];
-    let said = place.fails(1, &[&["incremental"], &source[..]].concat());
+    let said = fails(1, driver.command(&place, "incremental", "three"));
     assert!(said.contains("damaged"), "{said}");
-    let third = place.ok(&[&["auto"], &source[..]].concat());
+    let third = driver.back_up(&place, "auto", "three");
     assert_eq!(third["kind"], "full");
     assert!(third["why"].as_str().is_some_and(|why| why.contains("damaged")), "{third}");
     place.restores(&id(&third), &image, SIZE);
     // Once it is whole again, the note goes.
-    bytes[100] ^= 1;
-    std::fs::write(&largest, &bytes).expect("write");
+    flip(&largest, 100);
     place.ok(&["verify"]);
     driver.snapshot("four", &image, SIZE);
-    assert_eq!(back_up(&place, &driver, "auto", "four")["kind"], "incremental");
+    assert_eq!(driver.back_up(&place, "auto", "four")["kind"], "incremental");
 }
 
 #[test]
 fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
-    let [(first, _), (second, image)] = two(&place, &driver);
+    let (place, driver, [(first, _), (second, image)]) = two();
     // The largest pack holds the data of the first backup.
-    let pack =
-        place.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len()).expect("packs");
+    let pack = place.largest();
     std::fs::remove_file(&pack).expect("remove");
     driver.snapshot("three", &image, SIZE);
-    let made = back_up(&place, &driver, "auto", "three");
+    let made = driver.back_up(&place, "auto", "three");
     assert!(made["why"].as_str().is_some_and(|why| why.contains("is gone")), "{made}");
     place.restores(&id(&made), &image, SIZE);
-    let output = place.run(&["verify", "--output", "json"]);
-    assert_eq!(output.status.code(), Some(1));
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let report = json(1, place.command(&["verify"]));
     let name = pack.file_name().and_then(|name| name.to_str()).expect("a name");
     let damage = report["damage"].as_array().expect("a list");
     let is_reported = |of: &serde_json::Value| {
@@ -186,13 +156,9 @@ fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
 /// An index that cannot be read stops a prune, which does not know what that backup needs, until it is removed by name.
 #[test]
 fn a_backup_is_removed_by_name_also_where_its_index_is_damaged() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
-    let [(first, _), (second, changed)] = two(&place, &driver);
+    let (place, _driver, [(first, _), (second, changed)]) = two();
     let index = place.repository().join("backups").join(&first);
-    let mut bytes = std::fs::read(&index).expect("read");
-    bytes[20] ^= 1;
-    std::fs::write(&index, bytes).expect("write");
+    flip(&index, 20);
     let said = place.fails(1, &["prune", "--keep-last", "1"]);
     assert!(said.contains(&format!("`cbt-backup prune --remove {first}`")), "{said}");
     for (wanted, expected) in [("nothing", "there is no backup nothing"), (&first[..2], "write more of it")] {
@@ -203,10 +169,8 @@ fn a_backup_is_removed_by_name_also_where_its_index_is_damaged() {
         assert!(index.exists());
         let pruned = place.ok(&[&["prune", "--remove", &first, "--max-unused", "0"], dry].concat());
         let ids = |name: &str| pruned[name].as_array().expect("a list").clone();
-        assert_eq!(
-            (ids("removed"), ids("kept")),
-            (vec![first.as_str().into()], vec![second.as_str().into()])
-        );
+        assert_eq!(ids("removed"), [first.as_str()]);
+        assert_eq!(ids("kept"), [second.as_str()]);
     }
     let verified = place.ok(&["verify"]);
     let found = (verified["damage"].as_array().map(Vec::len), verified["unused"].as_u64());
@@ -216,14 +180,13 @@ fn a_backup_is_removed_by_name_also_where_its_index_is_damaged() {
 
 #[test]
 fn auto_says_why_it_is_full() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
+    let (place, driver) = Driver::anew();
     let file = place.open_image(SIZE);
     let mut image = Image::default();
     let next = |image: &Image, size: u64, handle: &str, fault: Option<Fault>| {
         driver.snapshot(handle, image, size);
         driver.script(fault);
-        let made = back_up(&place, &driver, "auto", handle);
+        let made = driver.back_up(&place, "auto", handle);
         driver.script([]);
         place.restores(&id(&made), image, size);
         (
@@ -252,11 +215,8 @@ fn auto_says_why_it_is_full() {
     assert_eq!(next(&image, SIZE + MIB, "f", None).0, "incremental");
     // An index that cannot be read is of a backup that may have been the base.
     let index = place.repository().join("backups").join(place.list().pop().expect("backups"));
-    let bytes = std::fs::read(&index).expect("read");
-    File::options().write(true).open(&index).expect("open").write_all_at(&[!bytes[20]], 20).expect("write");
-    let listed = place.run(&["list", "--output", "json"]);
-    assert_eq!(listed.status.code(), Some(1));
-    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).expect("JSON");
+    flip(&index, 20);
+    let listed = json(1, place.command(&["list"]));
     let damaged: Vec<&serde_json::Value> =
         listed.as_array().expect("a list").iter().filter(|backup| backup["damage"].is_string()).collect();
     assert_eq!(damaged.len(), 1, "{listed}");
@@ -270,14 +230,13 @@ fn auto_says_why_it_is_full() {
 /// What is behind the old end is read, whatever the driver says of it.
 #[test]
 fn a_volume_that_grows_is_backed_up_by_what_is_new() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
+    let (place, driver) = Driver::anew();
     let mut size = SIZE - 700;
     let file = place.open_image(size);
     let mut image = Image::default();
     image.write(&file, 3, 4000, 1).expect("write");
     driver.snapshot("0", &image, size);
-    let mut made = back_up(&place, &driver, "auto", "0");
+    let mut made = driver.back_up(&place, "auto", "0");
     // Inside a block, to the end of one, over the end of a segment, by nothing that holds data.
     for (round, grown) in (1..).zip([700, 4 * MIB, 130 * MIB, 40 * MIB]) {
         let before = (id(&made), image.clone(), size);
@@ -291,12 +250,8 @@ fn a_volume_that_grows_is_backed_up_by_what_is_new() {
         }
         let handle = round.to_string();
         driver.snapshot(&handle, &image, size);
-        made = back_up(&place, &driver, "auto", &handle);
-        assert_eq!(
-            (made["kind"].as_str(), made["size"].as_u64()),
-            (Some("incremental"), Some(size)),
-            "{made}"
-        );
+        made = driver.back_up(&place, "auto", &handle);
+        assert_eq!((&made["kind"], &made["size"]), (&"incremental".into(), &size.into()), "{made}");
         assert!(made["read"].as_u64().is_some_and(|bytes| bytes <= grown + 10 * BLOCK), "{made}");
         place.restores(&id(&made), &image, size);
         place.restores(&before.0, &before.1, before.2);
@@ -305,7 +260,7 @@ fn a_volume_that_grows_is_backed_up_by_what_is_new() {
     size += 3 << 30;
     file.set_len(size).expect("grow");
     driver.snapshot("far", &image, size);
-    made = back_up(&place, &driver, "auto", "far");
+    made = driver.back_up(&place, "auto", "far");
     assert_eq!(made["kind"], "full");
     place.ok(&["prune", "--keep-last", "2", "--max-unused", "0"]);
     place.ok(&["verify"]);
@@ -325,24 +280,20 @@ fn one_damaged_index_stops_nothing_that_is_about_another_volume() {
         made.push((id(&place.ok(&["full", "--volume", volume, "--device", arg(&device)])), image.clone()));
     }
     let damaged = place.repository().join("backups").join(&made[3].0);
-    let mut bytes = std::fs::read(&damaged).expect("read");
-    bytes[20] ^= 1;
-    std::fs::write(&damaged, &bytes).expect("write");
+    flip(&damaged, 20);
 
     let to = place.path("restored");
+    let packs = || place.objects().iter().filter(|path| path.to_string_lossy().contains("/packs/")).count();
     for arguments in [
         vec!["restore", "latest", "--volume", "a", "--to", arg(&to)],
         vec!["show", "latest", "--volume", "a"],
         vec!["show", "--volume", "a"],
         vec!["prune", "--volume", "a", "--keep-last", "1"],
     ] {
-        let before = place.objects().iter().filter(|path| path.to_string_lossy().contains("/packs/")).count();
-        let output = place.run(&arguments);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {said}");
+        let before = packs();
+        let said = ended(0, &place.run(&arguments));
         assert!(said.contains(&made[3].0) && said.contains("checksum differs"), "{arguments:?}: {said}");
-        let after = place.objects().iter().filter(|path| path.to_string_lossy().contains("/packs/")).count();
-        assert_eq!(before, after, "{arguments:?}: what the damaged one needs nobody knows");
+        assert_eq!(packs(), before, "{arguments:?}: what the damaged one needs nobody knows");
     }
     made[1].1.compare(&to, SIZE, &base::Stop::default()).expect("the latest of a");
     let mut kept = place.repository().join("backups").read_dir().expect("list").count();
@@ -351,8 +302,7 @@ fn one_damaged_index_stops_nothing_that_is_about_another_volume() {
     place.fails(1, &["restore", "latest", "--to", arg(&to), "--overwrite"]);
     place.fails(1, &["prune", "--keep-last", "1"]);
     // Whole again, nothing of it is lost, and what was left is freed.
-    bytes[20] ^= 1;
-    std::fs::write(&damaged, &bytes).expect("write");
+    flip(&damaged, 20);
     let pruned = place.ok(&["prune"]);
     assert!(pruned["freed"].as_u64().is_some_and(|bytes| bytes > 5 * BLOCK), "{pruned}");
     kept = place.list().len();
@@ -366,16 +316,13 @@ fn one_damaged_index_stops_nothing_that_is_about_another_volume() {
 #[test]
 fn a_backup_whose_packs_cannot_be_written_has_no_index() {
     let place = Place::new();
-    let file = place.open_image(SIZE);
-    let mut image = Image::default();
-    image.write(&file, 3, 40, 1).expect("write");
+    let mut image = place.written(SIZE, 3, 40, 1);
     let first = place.full();
     let (packs, aside) = (place.repository().join("packs"), place.path("aside"));
     std::fs::rename(&packs, &aside).expect("rename");
     std::fs::write(&packs, "no directory").expect("write");
-    image.write(&file, 60, 9, 2).expect("write");
-    let path = place.image();
-    let said = place.fails(1, &["full", "--volume", "v", "--device", arg(&path)]);
+    image.write(&place.open_image(SIZE), 60, 9, 2).expect("write");
+    let said = fails(1, place.backup("full", &[]));
     assert!(said.contains("write packs/"), "{said}");
     assert_eq!(place.list(), [first.as_str()]);
     std::fs::remove_file(&packs).expect("remove");

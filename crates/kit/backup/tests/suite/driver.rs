@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
 use testkit::plugin::{self, Asked, Metadata, Served};
 use tonic::Status;
 
-use crate::tool::BLOCK;
+use crate::tool::{BLOCK, Place, json};
 
 /// What goes wrong with one stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,6 +118,22 @@ impl Driver {
         };
         let served = Served::start("models", socket, Some(Metadata(answer)));
         Driver { state, socket: socket.to_owned(), _served: served }
+    }
+
+    /// One in a new place.
+    pub fn anew() -> (Place, Self) {
+        let place = Place::new();
+        let driver = Self::start(&place.path("csi.sock"));
+        (place, driver)
+    }
+
+    /// A backup of a snapshot, which the image of that place holds; not started.
+    pub fn command(&self, place: &Place, wish: &str, handle: &str) -> Command {
+        place.backup(wish, &["--endpoint", &self.endpoint(), "--snapshot", handle])
+    }
+
+    pub fn back_up(&self, place: &Place, wish: &str, handle: &str) -> serde_json::Value {
+        json(0, self.command(place, wish, handle))
     }
 
     pub fn endpoint(&self) -> String {

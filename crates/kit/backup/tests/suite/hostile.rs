@@ -3,10 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use files::pattern::Image;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::tool::{MIB, Place, arg, text};
+use crate::tool::{MIB, Place, arg, ended, plant, text};
 
 const SIZE: u64 = 140 * MIB;
 
@@ -30,8 +29,7 @@ fn write(path: &Path, content: &impl Serialize) {
     bytes.extend(postcard::to_stdvec(content).expect("postcard"));
     let hash = blake3::hash(&bytes);
     bytes.extend(hash.as_bytes());
-    std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
-    std::fs::write(path, bytes).expect("write");
+    plant(path, bytes);
 }
 
 fn hex(id: &[u8; 32]) -> String {
@@ -48,8 +46,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let place = Place::new();
-        let file = place.open_image(SIZE);
-        Image::default().write(&file, 3, 40, 1).expect("write");
+        place.written(SIZE, 3, 40, 1);
         let id = place.full();
         let index = place.repository().join("backups").join(&id);
         World { sound: read(&index), place, id, index }
@@ -64,9 +61,7 @@ impl World {
         let table: Vec<u8> = chunks.iter().flat_map(row).collect();
         let bytes = [chunks.concat(), table.clone()].concat();
         let pack = Pack(*blake3::hash(&table).as_bytes(), bytes.len() as u32, chunks.len() as u32);
-        let path = self.pack(&pack);
-        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
-        std::fs::write(path, bytes).expect("write");
+        plant(&self.pack(&pack), bytes);
         pack
     }
 
@@ -160,9 +155,8 @@ fn what_was_interrupted_is_not_taken_at_its_word() {
         world.is_damaged(what, &[&["verify"]]);
         let device = world.place.image();
         let copy = world.place.copy();
-        let output = copy.run(&["full", "--volume", "v", "--device", arg(&device), "--resume"]);
-        let said = text(&output.stderr);
-        assert!(output.status.success() && said.contains("is not resumed"), "{what}: {said}");
+        let said = ended(0, &copy.run(&["full", "--volume", "v", "--device", arg(&device), "--resume"]));
+        assert!(said.contains("is not resumed"), "{what}: {said}");
         world.place.ok(&["prune"]);
         assert!(!partial.exists(), "{what}");
     }
@@ -228,8 +222,7 @@ fn packs_that_are_missing_take_no_memory_each_chunk() {
     index.2 = (0..60).map(|number| Segment(number, 0, 0, 32768, vec![1, 2], [255; 16])).collect();
     write(&world.index, &index);
     let output = world.run(&["verify", "--output", "json"]);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let said = ended(1, &output);
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert!(report["damage"].as_array().is_some_and(|damage| damage.len() <= 2000), "{said}");
 }
@@ -275,7 +268,7 @@ fn what_an_earlier_version_interrupted_can_be_read() {
     world.place.ok(&["verify"]);
     // What it was read from is not known, so it is not gone on with.
     let device = world.place.image();
-    let output = world.place.run(&["full", "--volume", "other", "--device", arg(&device), "--resume"]);
-    let said = text(&output.stderr);
-    assert!(output.status.success() && said.contains("is not resumed"), "{said}");
+    let full = ["full", "--volume", "other", "--device", arg(&device), "--resume"];
+    let said = ended(0, &world.place.run(&full));
+    assert!(said.contains("is not resumed"), "{said}");
 }

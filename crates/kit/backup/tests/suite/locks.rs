@@ -10,7 +10,7 @@ use testkit::until;
 
 use crate::proxy::{Fault, Proxy};
 use crate::s3::Bucket;
-use crate::tool::{MIB, Place, Running, arg, id, text};
+use crate::tool::{MIB, Place, Running, arg, ended, id, json};
 
 const SIZE: u64 = 200 * MIB;
 /// A lock that was not written for so many seconds is of a process that is gone.
@@ -20,8 +20,7 @@ const LOST: &str = "the lock on the repository is lost";
 /// A bucket, and an image in which two packs and a half are.
 fn bucket() -> (Bucket, Image) {
     let bucket = Bucket::start();
-    let mut image = Image::default();
-    image.write(&bucket.place.open_image(SIZE), 100, 10000, 1).expect("write");
+    let image = bucket.place.written(SIZE, 100, 10000, 1);
     (bucket, image)
 }
 
@@ -35,9 +34,7 @@ fn with_short_locks() -> (Bucket, Image) {
 
 /// A backup of ten seconds.
 fn slow_backup(place: &Place) -> Running {
-    let device = place.image();
-    let command = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "4Mi"];
-    Running::start(place.command(&command))
+    Running::start(place.backup("full", &["--limit-rate", "4Mi"]))
 }
 
 /// The packs that are there, while others come and go.
@@ -60,14 +57,11 @@ fn a_backup_that_stood_still_while_a_prune_swept_is_none() {
     let pruned = place.ok(&["prune"]);
     assert!(pruned["freed"].as_u64().is_some_and(|bytes| bytes > 16_000_000), "{pruned}");
     backup.signal(Signal::SIGCONT);
-    let output = backup.output();
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let said = ended(1, &backup.output());
     assert!(said.contains(LOST) && !said.contains("interrupted"), "{said}");
     assert_eq!(place.list(), [""; 0]);
     // Whatever it has left of use, the next one is whole.
-    let device = place.image();
-    let made = place.ok(&["full", "--volume", "v", "--device", arg(&device), "--resume"]);
+    let made = json(0, place.backup("full", &["--resume"]));
     place.ok(&["verify"]);
     place.restores(&id(&made), &image, SIZE);
     place.ok(&["prune"]);
@@ -81,9 +75,7 @@ fn a_lock_that_is_removed_is_not_made_anew() {
     let backup = slow_backup(place);
     until("a pack", || packs(place) > 0);
     std::fs::remove_file(&bucket.locks()[0]).expect("remove");
-    let output = backup.output();
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let said = ended(1, &backup.output());
     assert!(said.contains(LOST) && said.contains("has removed"), "{said}");
     assert_eq!(place.list(), [""; 0]);
     assert!(bucket.locks().is_empty(), "it has come back");
@@ -106,15 +98,13 @@ fn a_prune_that_lost_its_lock_sweeps_nothing_of_a_new_backup() {
     let backup = slow_backup(place);
     until("a new pack", || packs(place) > before);
     proxy.open();
-    let output = prune.output();
-    let said = text(&output.stderr);
-    let made = backup.output();
-    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    let pruned = prune.output();
+    ended(0, &backup.output());
     place.ok(&["verify"]);
     for id in place.list() {
         place.restores(&id, &image, SIZE);
     }
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let said = ended(1, &pruned);
     assert!(said.contains(LOST), "{said}");
 }
 
@@ -122,8 +112,7 @@ fn a_prune_that_lost_its_lock_sweeps_nothing_of_a_new_backup() {
 fn a_prune_waits_where_it_is_told_to() {
     let (bucket, _) = bucket();
     for place in [Place::new(), bucket.place] {
-        let mut image = Image::default();
-        image.write(&place.open_image(SIZE), 100, 10000, 1).expect("write");
+        place.written(SIZE, 100, 10000, 1);
         place.full();
         let before = packs(&place);
         let mut backup = slow_backup(&place);
@@ -139,9 +128,8 @@ fn a_prune_waits_where_it_is_told_to() {
         assert!(place.fails(1, &["prune", "--wait", "1"]).contains("--wait AGE"));
         assert!(backup.0.try_wait().expect("wait").is_none(), "the backup was over before");
         backup.signal(Signal::SIGCONT);
-        let output = waits.output();
-        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-        assert!(text(&output.stderr).contains("waiting at most 300 s"), "{}", text(&output.stderr));
+        let said = ended(0, &waits.output());
+        assert!(said.contains("waiting at most 300 s"), "{said}");
         assert_eq!(backup.output().status.code(), Some(0));
         assert_eq!(place.list().len(), 2);
     }
@@ -150,15 +138,11 @@ fn a_prune_waits_where_it_is_told_to() {
 #[test]
 fn a_backup_whose_last_answers_are_lost_is_one() {
     let (mut bucket, image) = bucket();
-    let proxy = Proxy::start(bucket.port);
-    bucket.endpoint(proxy.port);
+    let proxy = bucket.proxy();
     let place = &bucket.place;
     proxy.next("PUT", "/backups/", Fault::LoseAnswer);
     proxy.next("GET", "prefix%2Fpartial", Fault::Refuse(403));
-    let device = place.image();
-    let output = place.run(&["full", "--volume", "v", "--device", arg(&device)]);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
+    let said = ended(0, &place.backup("full", &[]).output().expect("run"));
     assert!(said.contains("stays until a prune"), "{said}");
     place.restores(&place.list()[0], &image, SIZE);
 }
@@ -167,9 +151,7 @@ fn a_backup_whose_last_answers_are_lost_is_one() {
 #[test]
 fn a_slow_line_is_no_dead_one() {
     let (mut bucket, image) = bucket();
-    let proxy = Proxy::start(bucket.port);
-    proxy.limit(450 << 10);
-    bucket.endpoint(proxy.port);
+    bucket.proxy().limit(450 << 10);
     let backup = bucket.place.full();
     bucket.place.restores(&backup, &image, SIZE);
 }
@@ -179,8 +161,7 @@ fn a_slow_line_is_no_dead_one() {
 fn a_signal_ends_what_waits_for_a_server() {
     let (mut bucket, _) = bucket();
     let backup = bucket.place.full();
-    let proxy = Proxy::start(bucket.port);
-    bucket.endpoint(proxy.port);
+    let proxy = bucket.proxy();
     let place = &bucket.place;
     let to = place.path("restored");
     for (part, arguments) in [

@@ -44,11 +44,8 @@ fn run(command: Command) -> Output {
 
 /// A place with a backup and all that a path may be.
 fn world() -> (Place, String, Image) {
-    let place = Place::new();
+    let (place, id, image) = Place::with_backup(SIZE);
     set_mode(place.dir.path(), 0o755);
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
-    let id = place.full();
     nix::unistd::mkfifo(&place.path("fifo"), Mode::from_bits_truncate(0o600)).expect("mkfifo");
     for dir in ["dir", "closed"] {
         std::fs::create_dir(place.path(dir)).expect("mkdir");
@@ -259,10 +256,7 @@ impl Stream {
 /// A command that has stored its backup, or printed all that its reader wanted, has not failed.
 #[test]
 fn streams_that_nobody_takes_end_no_work() {
-    let place = Place::new();
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
-    place.full();
+    let (place, _, image) = Place::with_backup(SIZE);
     let paths = ["image", "out", "page"].map(|name| place.path(name));
     let [device, to, page] = paths.each_ref().map(|path| arg(path));
     // The exit code, and that where standard output is full: what a command prints alone is lost then.

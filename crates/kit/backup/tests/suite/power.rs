@@ -114,17 +114,8 @@ impl Scene {
 /// A backup of the volume at `volume` into the repository of `place`.
 fn auto(place: &Place, volume: &Place, driver: &Driver, handle: &str) -> Command {
     let (image, endpoint) = (volume.image(), driver.endpoint());
-    place.command(&[
-        "auto",
-        "--volume",
-        "v",
-        "--device",
-        arg(&image),
-        "--endpoint",
-        &endpoint,
-        "--snapshot",
-        handle,
-    ])
+    let of = ["--endpoint", &endpoint, "--snapshot", handle];
+    place.command(&[&["auto", "--volume", "v", "--device", arg(&image)], &of[..]].concat())
 }
 
 /// `DELTAPATH_BACKUP_CUTS` says how many cuts are looked at.
@@ -136,8 +127,7 @@ fn what_was_reported_outlives_the_power(#[values("ext4", "xfs", "btrfs")] filesy
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
     let seed = now.as_nanos() as u64;
     println!("power cuts of a repository: seed={seed}");
-    let mut place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
+    let (mut place, driver) = Driver::anew();
     let rack = Rack::start(&place.path("rack"), DISK);
     let at = place.path("disk");
     std::fs::create_dir(&at).expect("mkdir");

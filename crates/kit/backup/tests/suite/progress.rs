@@ -2,26 +2,12 @@
 
 use std::process::{Command, Stdio};
 
-use files::pattern::Image;
-
-use crate::tool::{BLOCK, MIB, Place, Running, arg, text};
+use crate::tool::{BLOCK, MIB, Place, Running, text};
 
 /// 13 MiB at 1 MiB a second: there is a line every 10 seconds.
 fn slow(place: &Place) -> Command {
-    let mut image = Image::default();
-    image.write(&place.open_image(26 * MIB), 100, 13 * MIB / BLOCK, 1).expect("write");
-    let path = place.image();
-    place.command(&[
-        "full",
-        "--volume",
-        "v",
-        "--device",
-        arg(&path),
-        "--limit-rate",
-        "1Mi",
-        "--output",
-        "json",
-    ])
+    place.written(26 * MIB, 100, 13 * MIB / BLOCK, 1);
+    place.backup("full", &["--limit-rate", "1Mi", "--output", "json"])
 }
 
 /// The same command on a terminal of its own: what that shows.

@@ -31,17 +31,8 @@ async fn full_and_incremental_backups_of_loop_devices_come_back(
     let before = image.clone();
     let source = restored(&mut rig, &first).await;
     let back_up = |source: &std::path::Path, snapshot: &str| {
-        place.ok(&[
-            "auto",
-            "--volume",
-            "v",
-            "--device",
-            arg(source),
-            "--endpoint",
-            &endpoint,
-            "--snapshot",
-            snapshot,
-        ])
+        let of = ["--endpoint", &endpoint, "--snapshot", snapshot];
+        place.ok(&[&["auto", "--volume", "v", "--device", arg(source)], &of[..]].concat())
     };
     let full = back_up(&source, &first);
     assert_eq!(full["kind"], "full");
@@ -56,10 +47,7 @@ async fn full_and_incremental_backups_of_loop_devices_come_back(
     // What is kept of the first snapshot is its handle.
     rig.client.delete_snapshot(&first).await.expect("DeleteSnapshot");
     let incremental = back_up(&source, &second);
-    assert_eq!(
-        (incremental["kind"].as_str(), incremental["base"].as_str()),
-        (Some("incremental"), full["id"].as_str())
-    );
+    assert_eq!((&incremental["kind"], &incremental["base"]), (&"incremental".into(), &full["id"]));
     let read = incremental["read"].as_u64().expect("a number");
     assert!(read <= 340 * BLOCK, "{read} bytes are read for 322 blocks");
 
@@ -83,9 +71,8 @@ async fn full_and_incremental_backups_of_loop_devices_come_back(
     assert!(said.contains(&format!("bytes {} to {} differ", 500 * BLOCK, 502 * BLOCK)), "{said}");
     place.ok(&["restore", &id(&full), "--to", arg(&target), "--onto-base", &id(&incremental)]);
     compare(&before);
-    let volumes: Vec<_> =
-        std::fs::read_dir(rig.kubelet()).expect("list").map(|entry| entry.expect("entry")).collect();
-    for entry in volumes {
+    for entry in std::fs::read_dir(rig.kubelet()).expect("list") {
+        let entry = entry.expect("entry");
         rig.detach(entry.file_name().to_str().expect("an id")).await;
     }
     rig.finish();

@@ -8,7 +8,7 @@ use files::pattern::Image;
 use nix::sys::signal::Signal;
 use testkit::until;
 
-use crate::tool::{MIB, Place, Running, arg, text};
+use crate::tool::{MIB, Place, Running, arg, ended};
 
 const SIZE: u64 = 150 * MIB;
 
@@ -73,20 +73,17 @@ fn of_two_restores_to_one_path_each_has_its_own_bytes() {
     let world = World::new(20000);
     let one = world.stopped(0, &["--overwrite"]);
     let other = world.stopped(1, &["--overwrite"]);
-    let made = go_on(one);
-    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    ended(0, &go_on(one));
     world.holds(&world.to(), 0);
-    let made = go_on(other);
-    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    ended(0, &go_on(other));
     world.holds(&world.to(), 1);
     assert_eq!(world.drafts(), []);
     // Without --overwrite the one that comes second finds a file.
     std::fs::remove_file(world.to()).expect("remove");
     let (one, other) = (world.stopped(0, &[]), world.stopped(1, &[]));
-    assert_eq!(go_on(other).status.code(), Some(0));
-    let refused = go_on(one);
-    let said = text(&refused.stderr);
-    assert!(refused.status.code() == Some(1) && said.contains("add --overwrite"), "{said}");
+    ended(0, &go_on(other));
+    let said = ended(1, &go_on(one));
+    assert!(said.contains("add --overwrite"), "{said}");
     world.holds(&world.to(), 1);
     assert_eq!(world.drafts(), []);
 }

@@ -1,5 +1,6 @@
 //! `--resume` goes on with the same data or not at all, and an image that changes while it is read makes no backup.
 
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -9,19 +10,27 @@ use serde_json::Value;
 
 use crate::driver::Driver;
 use crate::locks::packs;
-use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, id};
 
 const SIZE: u64 = 500 * MIB;
 
 /// Three segments with 8 MB each.
 fn write(path: &Path, seed: u64) -> Image {
-    let file = std::fs::File::create(path).expect("create");
+    let file = File::create(path).expect("create");
     file.set_len(SIZE).expect("set the length");
+    write_to(&file, seed)
+}
+
+fn write_to(file: &File, seed: u64) -> Image {
     let mut image = Image::default();
     for segment in 0..3 {
-        image.write(&file, segment * 128 * MIB / BLOCK + 50, 2000, seed + segment).expect("write");
+        image.write(file, segment * 128 * MIB / BLOCK + 50, 2000, seed + segment).expect("write");
     }
     image
+}
+
+fn writable(path: &Path) -> File {
+    File::options().write(true).open(path).expect("open")
 }
 
 /// A backup of `device` in `dir` that is ended after its first segment.
@@ -35,8 +44,8 @@ fn is_interrupted(place: &Place, dir: &Path, arguments: &[&str], signal: Signal)
 fn goes_on(place: &Place, dir: &Path, arguments: &[&str]) -> (Value, String) {
     let mut command = place.command(&[arguments, &["--resume", "--output", "json"]].concat());
     let output = command.current_dir(dir).output().expect("run");
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    (serde_json::from_slice(&output.stdout).expect("JSON"), text(&output.stderr))
+    let said = ended(0, &output);
+    (serde_json::from_slice(&output.stdout).expect("JSON"), said)
 }
 
 const C_IMG: [&str; 5] = ["full", "--volume", "v", "--device", "c.img"];
@@ -69,12 +78,7 @@ fn resume_takes_no_other_image_for_its_own() {
         (
             "written in place",
             |place| {
-                let file = std::fs::File::options().write(true).open(place.path("a/c.img")).expect("open");
-                for segment in 0..3 {
-                    Image::default()
-                        .write(&file, segment * 128 * MIB / BLOCK + 50, 2000, 7 + segment)
-                        .expect("write");
-                }
+                write_to(&writable(&place.path("a/c.img")), 7);
                 7
             },
             false,
@@ -85,8 +89,7 @@ fn resume_takes_no_other_image_for_its_own() {
                 let times = place.path("a/c.img").metadata().expect("there");
                 let times = std::fs::FileTimes::new().set_modified(times.modified().expect("a time"));
                 write(&place.path("a/c.img"), 7);
-                let file = std::fs::File::options().write(true).open(place.path("a/c.img")).expect("open");
-                file.set_times(times).expect("set the times");
+                writable(&place.path("a/c.img")).set_times(times).expect("set the times");
                 7
             },
             false,
@@ -105,6 +108,11 @@ fn resume_takes_no_other_image_for_its_own() {
         let read = made["read"].as_u64().expect("a number");
         assert_eq!(read < 6000 * BLOCK, is_same, "{what}: {read} read, and said {said}");
         assert!(is_same || said.contains("is not resumed"), "{what}: {said}");
+        assert_eq!(place.partials(), 0, "{what}");
+        // But for a part of one segment, what was stored before is in use.
+        let verified = place.ok(&["verify"]);
+        let unused = verified["unused"].as_u64().expect("a number");
+        assert!(!is_same || unused < 2100 * BLOCK, "{what}: {verified}");
     }
 }
 
@@ -130,7 +138,7 @@ fn a_handle_without_a_driver_proves_nothing() {
     let arguments = [&C_IMG[..], &["--snapshot", "s"]].concat();
     is_interrupted(&place, place.dir.path(), &arguments, Signal::SIGINT);
     // A block that is no sample.
-    let file = std::fs::File::options().write(true).open(place.path("c.img")).expect("open");
+    let file = writable(&place.path("c.img"));
     model.write(&file, 50 + 300, 1, 99).expect("write");
     let (made, said) = goes_on(&place, place.dir.path(), &arguments);
     assert!(said.contains("is not resumed"), "{said}");
@@ -140,7 +148,7 @@ fn a_handle_without_a_driver_proves_nothing() {
     let place = Place::new();
     let mut model = write(&place.path("c.img"), 1);
     is_interrupted(&place, place.dir.path(), &arguments, Signal::SIGINT);
-    let file = std::fs::File::options().write(true).open(place.path("c.img")).expect("open");
+    let file = writable(&place.path("c.img"));
     model.write(&file, 50 + 300, 1, 99).expect("write");
     let driver = Driver::start(&place.path("csi.sock"));
     driver.snapshot("s", &model, SIZE);
@@ -154,8 +162,7 @@ fn a_handle_without_a_driver_proves_nothing() {
 /// The handle is the same, and the device is of another volume.
 #[test]
 fn resume_looks_into_the_device() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
+    let (place, driver) = Driver::anew();
     let model = write(&place.path("c.img"), 1);
     driver.snapshot("one", &model, SIZE);
     let endpoint = driver.endpoint();
@@ -185,16 +192,13 @@ fn an_image_that_changes_while_it_is_read_makes_no_backup() {
     let place = Place::new();
     write(&place.path("c.img"), 1);
     let mut command = place.command(&[&C_IMG[..], &["--limit-rate", "4Mi"]].concat());
-    let running = Running::start({
-        command.current_dir(place.dir.path());
-        command
-    });
+    command.current_dir(place.dir.path());
+    let running = Running::start(command);
     testkit::until("a pack", || packs(&place) > 0);
-    let file = std::fs::File::options().write(true).open(place.path("c.img")).expect("open");
+    let file = writable(&place.path("c.img"));
     file.write_all_at(b"changed", 300 * MIB).expect("write");
-    let output = running.output();
-    let said = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("changed while it was read"), "{said}");
+    let said = ended(1, &running.output());
+    assert!(said.contains("changed while it was read"), "{said}");
     assert_eq!(place.list(), [""; 0]);
     assert_eq!(place.partials(), 0, "what was read is of no use");
 }

@@ -8,9 +8,9 @@ use std::process::{Command, Output};
 
 use files::pattern::Image;
 
-use crate::proxy::{Fault, Proxy};
+use crate::proxy::Fault;
 use crate::s3::Bucket;
-use crate::tool::{MIB, Mounted, Place, arg, text};
+use crate::tool::{MIB, Mounted, Place, arg, ended, plant};
 
 const SIZE: u64 = 20 * MIB;
 pub const NOBODY: u32 = 65534;
@@ -33,11 +33,8 @@ pub fn walk(dir: &Path) -> Vec<PathBuf> {
 
 /// A place that others may enter, with a backup of an image.
 fn place() -> (Place, String, Image) {
-    let place = Place::new();
+    let (place, id, image) = Place::with_backup(SIZE);
     set_mode(place.dir.path(), 0o777);
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
-    let id = place.full();
     (place, id, image)
 }
 
@@ -77,16 +74,13 @@ fn readers_need_no_right_to_write() {
         }
         let before = walk(&place.repository());
         for arguments in readers(&id, to, device, html) {
-            let output = as_nobody(&place, &arguments);
-            let said = text(&output.stderr);
-            assert_eq!(output.status.code(), Some(0), "{what}: {arguments:?}: {said}");
+            let said = ended(0, &as_nobody(&place, &arguments));
             let warned = said.matches("without a lock").count();
             assert_eq!(warned, usize::from(mode != Some(0o644)), "{what}: {arguments:?}: {said}");
         }
         image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
         assert_eq!(walk(&place.repository()), before, "{what}");
-        let refused = as_nobody(&place, &["prune", "--keep-last", "1"]);
-        assert_eq!(refused.status.code(), Some(1), "{what}: {}", text(&refused.stderr));
+        ended(1, &as_nobody(&place, &["prune", "--keep-last", "1"]));
         std::fs::remove_file(&paths[0]).expect("remove");
     }
 }
@@ -94,16 +88,15 @@ fn readers_need_no_right_to_write() {
 #[test_with::root]
 #[test]
 fn a_read_only_mount_can_be_read() {
-    let (mut place, _, mut image) = place();
-    image.write(&place.open_image(SIZE), 7, 90, 2).expect("write");
+    let (mut place, _, _) = place();
+    let image = place.written(SIZE, 7, 90, 2);
     let id = place.full();
     let mounted = Mounted::at(place.path("mounted"), &["--bind", "-o", "ro", arg(&place.repository())]);
     place.objects_in = mounted.0.clone();
     let paths = ["restored", "image", "page.html"].map(|name| place.path(name));
     let [to, device, html] = paths.each_ref().map(|path| arg(path));
     for arguments in readers(&id, to, device, html) {
-        let output = place.run(&arguments);
-        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
+        ended(0, &place.run(&arguments));
     }
     image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
     let would = place.ok(&["prune", "--keep-last", "1", "--dry-run"]);
@@ -117,19 +110,15 @@ fn a_read_only_mount_can_be_read() {
 #[test]
 fn keys_that_may_only_read_are_enough_to_read() {
     let mut bucket = Bucket::start();
-    let mut image = Image::default();
-    image.write(&bucket.place.open_image(SIZE), 7, 90, 1).expect("write");
+    let image = bucket.place.written(SIZE, 7, 90, 1);
     let id = bucket.place.full();
-    let proxy = Proxy::start(bucket.port);
-    bucket.endpoint(proxy.port);
+    let proxy = bucket.proxy();
     let place = &bucket.place;
     let paths = ["restored", "image", "page.html"].map(|name| place.path(name));
     let [to, device, html] = paths.each_ref().map(|path| arg(path));
     for arguments in readers(&id, to, device, html) {
         proxy.next("PUT", "/locks/", Fault::Refuse(403));
-        let output = place.run(&arguments);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {said}");
+        let said = ended(0, &place.run(&arguments));
         assert_eq!(said.matches("without a lock").count(), 1, "{arguments:?}: {said}");
     }
     image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
@@ -143,10 +132,9 @@ fn keys_that_may_only_read_are_enough_to_read() {
 #[test]
 fn nobody_else_reads_a_repository() {
     let place = Place::new();
-    let device = place.image();
-    Image::default().write(&place.open_image(SIZE), 7, 5000, 1).expect("write");
+    place.written(SIZE, 7, 5000, 1);
     let mut command = Command::new("sh");
-    let program = place.command(&["full", "--volume", "v", "--device", arg(&device)]);
+    let program = place.backup("full", &[]);
     command.args(["-c", "umask 022; exec \"$@\"", "sh"]).arg(program.get_program()).args(program.get_args());
     assert!(command.status().expect("run").success());
     for path in walk(&place.repository()) {
@@ -160,34 +148,28 @@ fn nobody_else_reads_a_repository() {
 fn what_is_not_the_tools_own_is_left_alone() {
     let place = Place::new();
     set_mode(place.dir.path(), 0o755);
-    let mut image = Image::default();
-    let file = place.open_image(SIZE);
-    image.write(&file, 7, 90, 1).expect("write");
+    let mut image = place.written(SIZE, 7, 90, 1);
     set_mode(&place.image(), 0o644);
     std::fs::create_dir(place.repository()).expect("mkdir");
     std::os::unix::fs::chown(place.repository(), Some(NOBODY), Some(NOBODY)).expect("chown");
     let lost = place.repository().join("lost+found");
     std::fs::create_dir(&lost).expect("mkdir");
     set_mode(&lost, 0o700);
-    let device = place.image();
     for round in 0..2 {
-        image.write(&file, 7 + round, 90, round).expect("write");
-        let made = as_nobody(&place, &["full", "--volume", "v", "--device", arg(&device)]);
-        assert!(made.status.success(), "{}", text(&made.stderr));
+        image.write(&place.open_image(SIZE), 7 + round, 90, round).expect("write");
+        ended(0, &place.backup("full", &[]).uid(NOBODY).gid(NOBODY).output().expect("run as nobody"));
     }
     // A user's files, one of which looks like a draft of an object.
     let own = ["note#1", "lost+found/x#1", "mine/x#1"].map(|name| place.repository().join(name));
     for path in &own {
-        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
-        std::fs::write(path, "mine").expect("write");
+        plant(path, "mine");
     }
     let draft = place.repository().join(format!("packs/ab/{}#1", "ab".repeat(32)));
-    std::fs::create_dir_all(draft.parent().expect("a directory")).expect("mkdir");
-    std::fs::write(&draft, "half").expect("write");
+    plant(&draft, "half");
     std::os::unix::fs::chown(draft.parent().expect("a directory"), Some(NOBODY), Some(NOBODY))
         .expect("chown");
     let pruned = as_nobody(&place, &["prune", "--keep-last", "1", "--output", "json"]);
-    assert!(pruned.status.success(), "{}", text(&pruned.stderr));
+    ended(0, &pruned);
     let pruned: serde_json::Value = serde_json::from_slice(&pruned.stdout).expect("JSON");
     assert!(pruned["freed"].as_u64().is_some_and(|bytes| bytes > 90 * 4096), "{pruned}");
     assert!(!draft.exists());
@@ -206,8 +188,7 @@ fn a_prune_that_cannot_look_removes_nothing() {
     let foreign = place.repository().join("packs/zz");
     std::fs::create_dir(&foreign).expect("mkdir");
     set_mode(&foreign, 0o700);
-    let refused = as_nobody(&place, &["prune", "--keep-last", "1"]);
-    assert_eq!(refused.status.code(), Some(1));
-    assert!(text(&refused.stderr).contains("packs"), "{}", text(&refused.stderr));
+    let said = ended(1, &as_nobody(&place, &["prune", "--keep-last", "1"]));
+    assert!(said.contains("packs"), "{said}");
     assert!(place.list().contains(&first), "its index is gone, and nothing is freed");
 }

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-use files::pattern::Image;
 use nix::sys::signal::Signal;
+use serde_json::json;
 use testkit::until;
 
 use crate::driver::{Driver, Fault as DriverFault};
 use crate::proxy::{Fault, Proxy};
-use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, flip, id, text};
 
 const SIZE: u64 = 200 * MIB;
 const KEY: &str = "backup";
@@ -73,6 +73,13 @@ impl Bucket {
         self.place.environment.push(("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")));
     }
 
+    /// A relay by which the server is reached from now on.
+    pub fn proxy(&mut self) -> Proxy {
+        let proxy = Proxy::start(self.port);
+        self.endpoint(proxy.port);
+        proxy
+    }
+
     pub fn locks(&self) -> Vec<PathBuf> {
         let Ok(locks) = self.place.repository().join("locks").read_dir() else { return Vec::new() };
         locks.map(|entry| entry.expect("entry").path()).collect()
@@ -85,32 +92,17 @@ fn a_bucket_holds_full_and_incremental_backups() {
     let place = &bucket.place;
     let driver = Driver::start(&place.path("csi.sock"));
     let file = place.open_image(SIZE);
-    let mut image = Image::default();
     // More than a pack, which is 16 MiB.
-    image.write(&file, 100, 6000, 1).expect("write");
+    let mut image = place.written(SIZE, 100, 6000, 1);
     image.write(&file, 128 * MIB / BLOCK - 50, 100, 2).expect("write");
-    let (device, endpoint) = (place.image(), driver.endpoint());
-    let back_up = |handle: &str| {
-        place.ok(&[
-            "auto",
-            "--volume",
-            "v",
-            "--device",
-            arg(&device),
-            "--endpoint",
-            &endpoint,
-            "--snapshot",
-            handle,
-        ])
-    };
     driver.snapshot("one", &image, SIZE);
-    let full = back_up("one");
+    let full = driver.back_up(place, "auto", "one");
     let before = image.clone();
     image.write(&file, 3000, 5, 3).expect("write");
     image.punch(&file, 128 * MIB / BLOCK, 20).expect("punch");
     driver.snapshot("two", &image, SIZE);
     driver.script([DriverFault::Cut(0)]);
-    let incremental = back_up("two");
+    let incremental = driver.back_up(place, "auto", "two");
     assert_eq!((full["kind"].as_str(), incremental["kind"].as_str()), (Some("full"), Some("incremental")));
     assert!(incremental["added"].as_u64().is_some_and(|bytes| bytes < MIB), "{incremental}");
     place.restores(&id(&full), &before, SIZE);
@@ -118,10 +110,7 @@ fn a_bucket_holds_full_and_incremental_backups() {
     place.ok(&["restore", &id(&incremental), "--to", arg(&to), "--onto-base", &id(&full)]);
     image.compare(&to, SIZE, &base::Stop::default()).expect("equal");
     let verified = place.ok(&["verify"]);
-    assert_eq!(
-        (verified["damage"].as_array().map(Vec::len), verified["unused"].as_u64()),
-        (Some(0), Some(0))
-    );
+    assert_eq!((&verified["damage"], &verified["unused"]), (&json!([]), &json!(0)));
 
     let pruned = place.ok(&["prune", "--keep-last", "1", "--max-unused", "0"]);
     assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
@@ -135,23 +124,20 @@ fn a_bucket_holds_full_and_incremental_backups() {
 fn a_flipped_bit_in_a_bucket_is_found() {
     let bucket = Bucket::start();
     let place = &bucket.place;
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 100, 50, 1).expect("write");
+    let image = place.written(SIZE, 100, 50, 1);
     let backup = place.full();
     let packs: Vec<PathBuf> =
         place.objects().into_iter().filter(|path| path.to_string_lossy().contains("/packs/")).collect();
     assert_eq!(packs.len(), 2, "data, and maps: {packs:?}");
     for pack in packs {
-        let mut bytes = std::fs::read(&pack).expect("read");
-        for at in [0, bytes.len() / 2, bytes.len() - 1] {
-            bytes[at] ^= 4;
-            std::fs::write(&pack, &bytes).expect("write");
+        let length = pack.metadata().expect("there").len() as usize;
+        for at in [0, length / 2, length - 1] {
+            flip(&pack, at);
             assert!(place.fails(1, &["verify"]).contains("differs"), "byte {at} of {}", pack.display());
             let to = place.path("restored");
             place.fails(1, &["restore", &backup, "--to", arg(&to)]);
             assert!(!to.exists(), "byte {at} of {}", pack.display());
-            bytes[at] ^= 4;
-            std::fs::write(&pack, &bytes).expect("write");
+            flip(&pack, at);
         }
     }
     place.ok(&["verify"]);
@@ -170,12 +156,9 @@ fn of_another_machine(lock: &std::path::Path) {
 fn a_killed_backup_keeps_its_lock_no_longer_than_it_must() {
     let bucket = Bucket::start();
     let place = &bucket.place;
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 100, 5000, 1).expect("write");
-    let device = place.image();
-    let slow = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "64Ki"];
+    let image = place.written(SIZE, 100, 5000, 1);
     let kill = || {
-        let mut running = Running::start(place.command(&slow));
+        let mut running = Running::start(place.backup("full", &["--limit-rate", "64Ki"]));
         until("there is a lock", || !bucket.locks().is_empty());
         assert!(place.fails(1, &["prune"]).contains("cbt-backup backup (process"));
         running.signal(Signal::SIGKILL);
@@ -196,11 +179,8 @@ fn a_killed_backup_keeps_its_lock_no_longer_than_it_must() {
     // Others that only add may go on beside it.
     let backup = place.full();
     let long_ago = SystemTime::now() - Duration::from_secs(11 * 60);
-    File::options()
-        .write(true)
-        .open(&lock)
-        .and_then(|lock| lock.set_modified(long_ago))
-        .expect("set the time");
+    let file = File::options().write(true).open(&lock).expect("open");
+    file.set_modified(long_ago).expect("set the time");
     place.ok(&["prune", "--max-unused", "0"]);
     assert!(bucket.locks().is_empty(), "a lock is left");
     place.restores(&backup, &image, SIZE);
@@ -237,9 +217,8 @@ fn a_thousand_backups_are_read_many_at_once() {
         index.extend(hash.as_bytes());
         std::fs::write(backups.join(id), index).expect("write");
     }
-    let proxy = Proxy::start(bucket.port);
+    let proxy = bucket.proxy();
     proxy.delay(Duration::from_millis(90));
-    bucket.endpoint(proxy.port);
     proxy.next("GET", "/backups/", Fault::Hold);
     let began = Instant::now();
     let listed = std::thread::scope(|scope| {
@@ -258,14 +237,10 @@ fn a_thousand_backups_are_read_many_at_once() {
 #[test]
 fn a_signal_ends_a_wait_for_what_is_written() {
     let mut bucket = Bucket::start();
-    let mut image = Image::default();
-    image.write(&bucket.place.open_image(SIZE), 100, 10000, 1).expect("write");
-    let proxy = Proxy::start(bucket.port);
-    bucket.endpoint(proxy.port);
-    let device = bucket.place.image();
+    let image = bucket.place.written(SIZE, 100, 10000, 1);
+    let proxy = bucket.proxy();
     proxy.next("PUT", "/packs/", Fault::Hold);
-    let mut running =
-        Running::start(bucket.place.command(&["full", "--volume", "v", "--device", arg(&device)]));
+    let mut running = Running::start(bucket.place.backup("full", &[]));
     proxy.wait_held();
     running.signal(Signal::SIGTERM);
     // The 30 seconds of a pod; a request alone has ten minutes.
@@ -333,13 +308,10 @@ fn no_metadata_address_is_asked_but_where_it_is_allowed() {
 #[test]
 fn a_server_that_refuses_or_is_gone_is_reported() {
     let mut bucket = Bucket::start();
-    Image::default().write(&bucket.place.open_image(SIZE), 0, 1, 1).expect("write");
-    let device = bucket.place.image();
-    let full = ["full", "--volume", "v", "--device", arg(&device)];
+    bucket.place.written(SIZE, 0, 1, 1);
     let say = |place: &Place, key: &str, value: &str| {
-        let output = place.command(&full).env(key, value).output().expect("run");
-        assert_eq!(output.status.code(), Some(1), "{key}={value}");
-        text(&output.stderr)
+        let output = place.backup("full", &[]).env(key, value).output().expect("run");
+        ended(1, &output)
     };
     let said = say(&bucket.place, "AWS_SECRET_ACCESS_KEY", "another");
     assert!(said.contains("SignatureDoesNotMatch"), "{said}");

@@ -3,42 +3,27 @@
 use files::pattern::Image;
 
 use crate::driver::Driver;
-use crate::tool::{MIB, Place, arg, text};
+use crate::tool::{MIB, arg, ended, text};
 
 #[test]
 fn maps_show_data_and_changes_where_they_are() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
+    let (place, driver) = Driver::anew();
     let (size, endpoint) = (512 * MIB, driver.endpoint());
     let file = place.open_image(size);
     let mut image = Image::default();
-    let path = place.image();
-    let back_up = |handle: &str| {
-        place.ok(&[
-            "auto",
-            "--volume",
-            "v",
-            "--device",
-            arg(&path),
-            "--endpoint",
-            &endpoint,
-            "--snapshot",
-            handle,
-        ])
-    };
     // The first eighth: a line of the map is 64 MiB.
     image.write(&file, 0, 64 * 256, 1).expect("write");
     driver.snapshot("one", &image, size);
-    back_up("one");
+    driver.back_up(&place, "auto", "one");
     image.write(&file, 32 * 256, 1, 2).expect("write");
     image.punch(&file, 256, 256).expect("punch");
     image.write(&file, 300 * 256, 256, 3).expect("write");
     driver.snapshot("two", &image, size);
-    back_up("two");
+    driver.back_up(&place, "auto", "two");
 
     let drawn = |arguments: &[&str]| -> Vec<String> {
         let output = place.run(arguments);
-        assert!(output.status.success(), "{}", text(&output.stderr));
+        ended(0, &output);
         text(&output.stdout).lines().map(str::to_owned).collect()
     };
     // Each line of the map ends with its offset.

@@ -67,6 +67,21 @@ impl Place {
         file
     }
 
+    /// Makes the image with this size, and writes so many blocks of it.
+    pub fn written(&self, size: u64, start: u64, blocks: u64, seed: u64) -> Image {
+        let mut image = Image::default();
+        image.write(&self.open_image(size), start, blocks, seed).expect("write");
+        image
+    }
+
+    /// One with a backup of an image of this size, its id, and what the image holds.
+    pub fn with_backup(size: u64) -> (Self, String, Image) {
+        let place = Place::new();
+        let image = place.written(size, 7, 90, 1);
+        let id = place.full();
+        (place, id, image)
+    }
+
     /// A command line of the program, not started.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-backup"));
@@ -81,28 +96,24 @@ impl Place {
         command
     }
 
+    /// A backup of the image, not started.
+    pub fn backup(&self, wish: &str, more: &[&str]) -> Command {
+        let image = self.image();
+        self.command(&[&[wish, "--volume", "v", "--device", arg(&image)], more].concat())
+    }
+
     pub fn run(&self, arguments: &[&str]) -> Output {
         self.command(arguments).output().expect("run cbt-backup")
     }
 
     /// Runs it, and expects it to succeed.
     pub fn ok(&self, arguments: &[&str]) -> Value {
-        let output = self.command(arguments).args(["--output", "json"]).output().expect("run cbt-backup");
-        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
-        serde_json::from_slice(&output.stdout).expect("JSON")
+        json(0, self.command(arguments))
     }
 
     /// Runs it, and expects it to fail with this exit code: what it says.
     pub fn fails(&self, code: i32, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        assert_eq!(
-            output.status.code(),
-            Some(code),
-            "{arguments:?}: {}{}",
-            text(&output.stdout),
-            text(&output.stderr)
-        );
-        text(&output.stderr) + &text(&output.stdout)
+        fails(code, self.command(arguments))
     }
 
     /// What was interrupted. A draft (`NAME#NUMBER`) is not gone on with.
@@ -126,8 +137,7 @@ impl Place {
 
     /// A full backup of the image by its holes: its id.
     pub fn full(&self) -> String {
-        let image = self.image();
-        id(&self.ok(&["full", "--volume", "v", "--device", arg(&image)]))
+        id(&json(0, self.backup("full", &[])))
     }
 
     /// Restores a backup and compares it with a model: how long the restore took.
@@ -144,6 +154,11 @@ impl Place {
     /// The ids of all backups.
     pub fn list(&self) -> Vec<String> {
         self.ok(&["list"]).as_array().expect("a list").iter().map(id).collect()
+    }
+
+    /// The largest file of the repository: a pack with data.
+    pub fn largest(&self) -> PathBuf {
+        self.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len()).expect("packs")
     }
 
     /// Every file of the repository, but for the lock.
@@ -167,6 +182,41 @@ impl Place {
 
 pub fn id(backup: &Value) -> String {
     backup["id"].as_str().expect("an id").to_owned()
+}
+
+/// Runs a command, and expects it to end with this exit code and to print JSON.
+pub fn json(code: i32, mut command: Command) -> Value {
+    let output = command.args(["--output", "json"]).output().expect("run cbt-backup");
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Runs a command, and expects it to end with this exit code: what it says.
+pub fn fails(code: i32, mut command: Command) -> String {
+    let output = command.output().expect("run cbt-backup");
+    let said = text(&output.stderr) + &text(&output.stdout);
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {said}");
+    said
+}
+
+/// What a command said that has ended, with this exit code.
+pub fn ended(code: i32, output: &Output) -> String {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{said}");
+    said
+}
+
+/// Changes a byte of a file; the second time it is as it was.
+pub fn flip(path: &Path, at: usize) {
+    let mut bytes = std::fs::read(path).expect("read");
+    bytes[at] ^= 1;
+    std::fs::write(path, bytes).expect("write");
+}
+
+/// Writes a file, in a directory that may not be there yet.
+pub fn plant(path: &Path, content: impl AsRef<[u8]>) {
+    std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+    std::fs::write(path, content).expect("write");
 }
 
 pub fn arg(path: &Path) -> &str {

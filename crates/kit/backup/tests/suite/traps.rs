@@ -10,20 +10,11 @@ use std::time::Duration;
 use files::pattern::Image;
 
 use crate::driver::Driver;
-use crate::proxy::{Fault, Proxy};
+use crate::proxy::Fault;
 use crate::s3::Bucket;
-use crate::tool::{MIB, Place, Running, arg, id, text};
+use crate::tool::{MIB, Place, Running, arg, id, json, plant, text};
 
 const SIZE: u64 = 20 * MIB;
-
-/// A place with a backup of its image.
-fn world() -> (Place, String, Image) {
-    let place = Place::new();
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
-    let id = place.full();
-    (place, id, image)
-}
 
 /// The commands end with this exit code and say these words. `@/` is the place.
 fn says(place: &Place, code: i32, words: &str, lines: &[&str]) {
@@ -37,7 +28,7 @@ fn says(place: &Place, code: i32, words: &str, lines: &[&str]) {
 
 #[test]
 fn a_prune_follows_no_link_out_of_the_repository() {
-    let (place, id, image) = world();
+    let (place, id, image) = Place::with_backup(SIZE);
     let repository = place.repository();
     let outside = place.path("outside");
     std::fs::create_dir_all(outside.join("deep")).expect("mkdir");
@@ -107,8 +98,7 @@ impl Drop for Loop {
 #[test]
 fn a_block_device_without_a_driver_is_read_whole() {
     let place = Place::new();
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
+    let image = place.written(SIZE, 7, 90, 1);
     let device = Loop::of(&place.image());
     let made = place.ok(&["full", "--volume", "v", "--device", arg(&device.0)]);
     assert_eq!((made["read"].as_u64(), made["data"].as_u64()), (Some(SIZE), Some(90 * 4096)), "{made}");
@@ -117,7 +107,7 @@ fn a_block_device_without_a_driver_is_read_whole() {
 
 #[test]
 fn a_name_that_is_empty_is_no_name() {
-    let (place, backup, image) = world();
+    let (place, backup, image) = Place::with_backup(SIZE);
     for line in [
         "restore",
         "verify",
@@ -149,7 +139,7 @@ fn a_name_that_is_empty_is_no_name() {
 
 #[test]
 fn what_is_no_file_holds_nobody_up() {
-    let (place, _, _) = world();
+    let (place, _, _) = Place::with_backup(SIZE);
     std::fs::create_dir(place.repository().join("damaged")).expect("mkdir");
     let names: Vec<PathBuf> = place.objects();
     let named = |name: &str| place.repository().join(name);
@@ -184,7 +174,7 @@ fn what_is_no_file_holds_nobody_up() {
 #[test_with::root]
 #[test]
 fn a_report_overwrites_nothing_that_is_read_or_kept() {
-    let (place, backup, image) = world();
+    let (place, backup, image) = Place::with_backup(SIZE);
     let device = Loop::of(&place.image());
     let (content, objects) = (std::fs::read(place.image()).expect("read"), place.objects());
     let full = "full --volume v --device @/image --report";
@@ -218,26 +208,21 @@ fn a_report_overwrites_nothing_that_is_read_or_kept() {
 
 #[test]
 fn a_report_that_cannot_be_written_is_known_before_or_says_what_is_made() {
-    let (place, backup, _) = world();
-    let device = place.image();
+    let (place, backup, _) = Place::with_backup(SIZE);
     for (name, target) in [("nowhere", "dir/report"), ("somewhere", "report")] {
         symlink(place.path(target), place.path(name)).expect("symlink");
     }
     says(&place, 1, "No such file or directory", &["full --volume v --device @/image --report @/nowhere"]);
     assert_eq!(place.list(), [backup]);
-    let report = place.path("somewhere");
-    let made = place.ok(&["full", "--volume", "v", "--device", arg(&device), "--report", arg(&report)]);
+    let made = json(0, place.backup("full", &["--report", arg(&place.path("somewhere"))]));
     let told: serde_json::Value =
         serde_json::from_slice(&std::fs::read(place.path("report")).expect("a report")).expect("JSON");
     assert_eq!(told, made);
 
     std::fs::create_dir(place.path("dir")).expect("mkdir");
-    let mut image = Image::default();
-    image.write(&place.open_image(SIZE), 0, 4000, 2).expect("write");
+    place.written(SIZE, 0, 4000, 2);
     let report = place.path("dir/report");
-    let slow =
-        ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "4Mi", "--report", arg(&report)];
-    let running = Running::start(place.command(&slow));
+    let running = Running::start(place.backup("full", &["--limit-rate", "4Mi", "--report", arg(&report)]));
     // The report's directory was looked at before.
     let lock = place.repository().join("lock");
     testkit::until("it has the lock", || {
@@ -254,14 +239,9 @@ fn a_report_that_cannot_be_written_is_known_before_or_says_what_is_made() {
 
 #[test]
 fn a_snapshot_is_backed_up_once_whatever_came_after_it() {
-    let place = Place::new();
-    let driver = Driver::start(&place.path("csi.sock"));
+    let (place, driver) = Driver::anew();
     let (file, mut image) = (place.open_image(SIZE), Image::default());
-    let (device, endpoint) = (place.image(), driver.endpoint());
-    let auto = |handle: &str| {
-        let source = ["--device", arg(&device), "--endpoint", &endpoint, "--snapshot", handle];
-        place.ok(&[&["auto", "--volume", "v"], &source[..]].concat())
-    };
+    let auto = |handle: &str| driver.back_up(&place, "auto", handle);
     let made = ["one", "two"].map(|handle| {
         image.write(&file, 7, 9, handle.len() as u64).expect("write");
         driver.snapshot(handle, &image, SIZE);
@@ -276,10 +256,9 @@ fn a_snapshot_is_backed_up_once_whatever_came_after_it() {
 
 #[test]
 fn a_dry_run_passes_over_what_a_prune_removes() {
-    let (place, _, _) = world();
+    let (place, _, _) = Place::with_backup(SIZE);
     let partial = place.repository().join("partial/20200101T000000.000Z-abcdef");
-    std::fs::create_dir_all(partial.parent().expect("a directory")).expect("mkdir");
-    std::fs::write(&partial, "half of it").expect("write");
+    plant(&partial, "half of it");
     let would = place.ok(&["prune", "--keep-last", "1", "--dry-run"]);
     assert!(partial.exists());
     let did = place.ok(&["prune", "--keep-last", "1"]);
@@ -290,16 +269,14 @@ fn a_dry_run_passes_over_what_a_prune_removes() {
 #[test]
 fn a_sound_repository_is_not_called_damaged_while_a_prune_runs() {
     let mut bucket = Bucket::start();
-    let mut image = Image::default();
-    image.write(&bucket.place.open_image(SIZE), 7, 90, 1).expect("write");
-    bucket.place.full();
-    image.write(&bucket.place.open_image(SIZE), 7, 90, 2).expect("write");
-    bucket.place.full();
+    for seed in [1, 2] {
+        bucket.place.written(SIZE, 7, 90, seed);
+        bucket.place.full();
+    }
     let direct = bucket.port;
-    let proxy = Proxy::start(bucket.port);
+    let proxy = bucket.proxy();
     proxy.next("PUT", "/locks/", Fault::Refuse(403));
     proxy.next("GET", "/packs/", Fault::Hold);
-    bucket.endpoint(proxy.port);
     let reader = Running::start(bucket.place.command(&["verify"]));
     proxy.wait_held();
     bucket.endpoint(direct);
@@ -317,7 +294,7 @@ fn a_sound_repository_is_not_called_damaged_while_a_prune_runs() {
 
 #[test]
 fn names_that_are_not_the_tools_own_are_passed_over() {
-    let (place, backup, image) = world();
+    let (place, backup, image) = Place::with_backup(SIZE);
     let at = |name: &[u8]| place.repository().join(std::ffi::OsStr::from_bytes(name));
     let own = [
         &b"backups/zz/keep"[..],
@@ -332,15 +309,12 @@ fn names_that_are_not_the_tools_own_are_passed_over() {
         b"damaged/\n",
     ];
     for path in own.map(at) {
-        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
-        std::fs::write(path, "mine").expect("write");
+        plant(&path, "mine");
     }
     for dry in [&["--dry-run"][..], &[]] {
         let pruned = place.ok(&[&["prune", "--keep-last", "1"], dry].concat());
-        assert_eq!(
-            (pruned["removed"].as_array().map(Vec::len), pruned["freed"].as_u64()),
-            (Some(0), Some(0))
-        );
+        assert_eq!(pruned["removed"], serde_json::json!([]));
+        assert_eq!(pruned["freed"], 0);
     }
     assert_eq!(place.list(), [backup]);
     assert_eq!(place.ok(&["verify"])["unused"], 0);
@@ -353,7 +327,7 @@ fn names_that_are_not_the_tools_own_are_passed_over() {
 #[test]
 fn a_damaged_name_of_the_repository_stops_no_restore() {
     for damage in [Some(&b""[..]), Some(b"nonsense"), None] {
-        let (place, backup, image) = world();
+        let (place, backup, image) = Place::with_backup(SIZE);
         let config = place.repository().join("repository");
         match damage {
             Some(bytes) => std::fs::write(&config, bytes).expect("write"),
@@ -381,7 +355,7 @@ fn a_damaged_name_of_the_repository_stops_no_restore() {
 
 #[test]
 fn no_length_of_time_is_too_long_to_be_counted() {
-    let (place, _, _) = world();
+    let (place, _, _) = Place::with_backup(SIZE);
     for line in [
         "prune --wait 213503982334601d",
         "full --volume v --device @/image --max-silence 213503982334601d",
@@ -401,8 +375,7 @@ fn a_lock_that_cannot_be_read_is_waited_for() {
     place.full();
     for content in ["", "nonsense"] {
         let lock = place.repository().join("locks/0123456789abcdef");
-        std::fs::create_dir_all(lock.parent().expect("a directory")).expect("mkdir");
-        std::fs::write(&lock, content).expect("write");
+        plant(&lock, content);
         says(place, 1, "its lock ends at", &["list", "prune", "full --volume v --device @/image"]);
         place.ok(&["prune", "--wait", "60"]);
         assert!(bucket.locks().is_empty());
@@ -412,7 +385,7 @@ fn a_lock_that_cannot_be_read_is_waited_for() {
 #[test_with::root]
 #[test]
 fn a_block_device_without_a_medium_is_none() {
-    let (place, _, _) = world();
+    let (place, _, _) = Place::with_backup(SIZE);
     std::fs::write(place.path("empty"), "").expect("write");
     let device = Loop::of(&place.path("empty"));
     says(&place, 1, "has no medium", &[&format!("full --volume v --device {}", device.0.display())]);
@@ -421,7 +394,7 @@ fn a_block_device_without_a_medium_is_none() {
 
 #[test]
 fn a_restore_to_a_directory_that_is_not_there_begins_nothing() {
-    let (place, backup, _) = world();
+    let (place, backup, _) = Place::with_backup(SIZE);
     std::fs::remove_dir_all(place.repository().join("packs")).expect("remove");
     let restore = format!("restore {backup} --to @/new/");
     let lines = [&restore[..], "full --volume v --device @/image --report @/new/", "show --html @/new/"];
@@ -433,8 +406,7 @@ fn what_a_server_says_is_one_plain_line() {
     let mut bucket = Bucket::start();
     bucket.place.open_image(SIZE);
     bucket.place.full();
-    let proxy = Proxy::start(bucket.port);
-    bucket.endpoint(proxy.port);
+    let proxy = bucket.proxy();
     proxy.next("PUT", "/locks/", Fault::Refuse(403));
     let output = bucket.place.run(&["list"]);
     let said = text(&output.stderr);

@@ -3,17 +3,9 @@
 use std::process::Command;
 
 use files::pattern::Image;
-use nix::sys::signal::Signal;
 use testkit::pages::assert_names_every_flag;
 
-use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
-
-fn some_data(place: &Place, size: u64) -> Image {
-    let file = place.open_image(size);
-    let mut image = Image::default();
-    image.write(&file, 7, 90, 1).expect("write");
-    image
-}
+use crate::tool::{BLOCK, MIB, Place, Running, arg, id, json, text};
 
 #[test]
 fn sizes_that_are_no_whole_blocks_come_back() {
@@ -39,12 +31,10 @@ fn holes_and_zeros_are_neither_stored_nor_written() {
     let place = Place::new();
     let size = 8 << 40;
     let file = place.open_image(size);
-    let mut image = Image::default();
-    image.write(&file, 1000, 10, 1).expect("write");
+    let mut image = place.written(size, 1000, 10, 1);
     image.write(&file, size / BLOCK - 9, 9, 1).expect("write");
     image.zero(&file, 40000, 5000).expect("zero");
-    let image_path = place.image();
-    let made = place.ok(&["full", "--volume", "v", "--device", arg(&image_path)]);
+    let made = json(0, place.backup("full", &[]));
     assert_eq!(made["data"].as_u64(), Some(19 * BLOCK));
     assert!(made["added"].as_u64().is_some_and(|bytes| bytes < 30 * BLOCK), "{made}");
     let to = place.path("restored");
@@ -55,38 +45,13 @@ fn holes_and_zeros_are_neither_stored_nor_written() {
     let ends = |start: u64| {
         use std::os::unix::fs::FileExt;
         let mut bytes = [vec![0; 32 * BLOCK as usize], vec![1; 32 * BLOCK as usize]];
-        for (path, bytes) in [&image_path, &to].into_iter().zip(&mut bytes) {
+        for (path, bytes) in [&place.image(), &to].into_iter().zip(&mut bytes) {
             std::fs::File::open(path).expect("open").read_exact_at(bytes, start).expect("read");
         }
         assert!(bytes[0] == bytes[1], "at {start}");
     };
     ends(990 * BLOCK);
     ends(size - 32 * BLOCK);
-}
-
-#[test]
-fn an_interrupted_backup_goes_on() {
-    let place = Place::new();
-    let file = place.open_image(400 * MIB);
-    let mut image = Image::default();
-    for segment in 0..3 {
-        image.write(&file, segment * 128 * MIB / BLOCK + 50, 2000, segment).expect("write");
-    }
-    let path = place.image();
-    let arguments = ["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "4Mi"];
-    place.interrupt(Running::start(place.command(&arguments)), Signal::SIGINT);
-    assert_eq!(place.list(), [""; 0]);
-    let made = place.ok(&["full", "--volume", "v", "--device", arg(&path), "--resume"]);
-    let read = made["read"].as_u64().expect("a number");
-    assert!(read < 6000 * BLOCK, "all is read again: {read}");
-    place.restores(&id(&made), &image, 400 * MIB);
-    assert_eq!(place.partials(), 0);
-    let verified = place.ok(&["verify"]);
-    let unused = verified["unused"].as_u64().expect("a number");
-    assert!(
-        unused < 2100 * BLOCK,
-        "but for a part of one segment, what was stored before is in use: {verified}"
-    );
 }
 
 #[test]
@@ -99,9 +64,9 @@ fn every_level_of_compression_comes_back() {
     let mut content: Vec<u8> = (0..60000).flat_map(|number| line(number).into_bytes()).collect();
     content.truncate(512 * BLOCK as usize);
     std::fs::write(place.image(), &content).expect("write");
-    let (device, to) = (place.image(), place.path("restored"));
+    let to = place.path("restored");
     let added = ["-50", "-5", "1", "19"].map(|level| {
-        let made = place.ok(&["full", "--volume", "v", "--device", arg(&device), "--compression", level]);
+        let made = json(0, place.backup("full", &["--compression", level]));
         place.ok(&["restore", &id(&made), "--to", arg(&to), "--overwrite"]);
         assert!(std::fs::read(&to).expect("read") == content, "level {level}");
         made["added"].as_u64().expect("a number")
@@ -113,11 +78,9 @@ fn every_level_of_compression_comes_back() {
 #[test]
 fn the_rate_is_kept_below_its_limit() {
     let place = Place::new();
-    let mut image = Image::default();
-    image.write(&place.open_image(20 * MIB), 100, 8 * MIB / BLOCK, 1).expect("write");
-    let path = place.image();
+    let image = place.written(20 * MIB, 100, 8 * MIB / BLOCK, 1);
     let began = std::time::Instant::now();
-    let made = place.ok(&["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "4Mi"]);
+    let made = json(0, place.backup("full", &["--limit-rate", "4Mi"]));
     let length = began.elapsed();
     assert!(length >= std::time::Duration::from_secs(1), "8 MiB in {length:?}");
     place.restores(&id(&made), &image, 20 * MIB);
@@ -126,12 +89,10 @@ fn the_rate_is_kept_below_its_limit() {
 #[test]
 fn a_prune_and_others_keep_apart() {
     let place = Place::new();
-    let mut image = some_data(&place, 400 * MIB);
-    image.write(&place.open_image(400 * MIB), 128 * MIB / BLOCK, 2000, 2).expect("write");
+    place.written(400 * MIB, 7, 90, 1);
+    place.written(400 * MIB, 128 * MIB / BLOCK, 2000, 2);
     place.full();
-    let path = place.image();
-    let slow = ["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "64Ki"];
-    let running = Running::start(place.command(&slow));
+    let running = Running::start(place.backup("full", &["--limit-rate", "64Ki"]));
     // As the kernel lists it: to try the lock here would take it from the backup.
     let pid = running.0.id().to_string();
     let holds_the_lock = || {

@@ -6,7 +6,7 @@ use files::pattern::Image;
 use nix::sys::signal::Signal;
 
 use crate::driver::{Driver, Fault};
-use crate::tool::{MIB, Place, Running, arg, id, text};
+use crate::tool::{MIB, Place, Running, arg, ended, id};
 
 const SIZE: u64 = 200 * MIB;
 
@@ -19,20 +19,16 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let place = Place::new();
-        let driver = Driver::start(&place.path("csi.sock"));
-        let file = place.open_image(SIZE);
-        let mut image = Image::default();
-        image.write(&file, 100, 3000, 1).expect("write");
+        let (place, driver) = Driver::anew();
+        let mut image = place.written(SIZE, 100, 3000, 1);
         driver.snapshot("one", &image, SIZE);
-        let world = World { place, driver, image };
-        world.place.ok(&world.back_up("full", "one", &[]));
-        let World { mut image, .. } = world;
+        driver.back_up(&place, "full", "one");
+        let file = place.open_image(SIZE);
         image.write(&file, 200, 2000, 2).expect("write");
         // A second segment, so that the first one can be done when it is interrupted.
         image.write(&file, 128 * MIB / 4096 + 7, 3000, 2).expect("write");
-        world.driver.snapshot("two", &image, SIZE);
-        World { place: world.place, driver: world.driver, image }
+        driver.snapshot("two", &image, SIZE);
+        World { place, driver, image }
     }
 
     fn back_up<'a>(&self, wish: &'a str, snapshot: &'a str, more: &[&'a str]) -> Vec<&'a str> {
@@ -69,9 +65,7 @@ fn a_snapshot_that_is_backed_up_already_is_no_failure_of_auto() {
     let place = &world.place;
     let made = place.ok(&world.back_up("auto", "two", &[]));
     let report = place.path("report");
-    let output = place.run(&world.back_up("auto", "two", &["--report", arg(&report)]));
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
+    let said = ended(0, &place.run(&world.back_up("auto", "two", &["--report", arg(&report)])));
     assert!(said.contains(&format!("backed up already, as {}", id(&made))), "{said}");
     let report: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&report).expect("a report")).expect("JSON");
@@ -80,8 +74,7 @@ fn a_snapshot_that_is_backed_up_already_is_no_failure_of_auto() {
     let said = place.fails(1, &world.back_up("incremental", "two", &[]));
     assert!(said.contains("backed up already"), "{said}");
     // One that cannot be restored is none.
-    let largest = place.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len());
-    std::fs::remove_file(largest.expect("packs")).expect("remove");
+    std::fs::remove_file(place.largest()).expect("remove");
     assert_eq!(place.ok(&world.back_up("auto", "two", &[]))["kind"], "full");
 }
 

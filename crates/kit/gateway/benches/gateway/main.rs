@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -76,8 +76,7 @@ fn main() {
 }
 
 fn this_bench(arguments: &[&str]) -> Process {
-    let mut command = Command::new(std::env::current_exe().expect("this program"));
-    Process(command.args(arguments).stdin(Stdio::null()).spawn().expect("start the bench again"))
+    Process::start(Command::new(std::env::current_exe().expect("this program")).args(arguments))
 }
 
 /// What the rows a to d share.
@@ -112,6 +111,12 @@ impl Bench {
             }
         };
         Bench { world, gateway, token, files, sidecar, _driver: driver }
+    }
+
+    /// A client of the driver itself.
+    async fn driver(&self) -> csi_client::Client {
+        let connected = csi_client::Client::connect(&self.world.socket(), Duration::from_secs(10)).await;
+        connected.expect("connect")
     }
 
     /// A client of the community's sidecar, if it is there.
@@ -171,9 +176,7 @@ impl Bench {
     }
 
     async fn first_message(&self) -> Duration {
-        let mut own = csi_client::Client::connect(&self.world.socket(), Duration::from_secs(10))
-            .await
-            .expect("connect");
+        let mut own = self.driver().await;
         let mut through = self.gateway.client().await;
         let (mut owns, mut ours, mut theirs) = (Vec::new(), Vec::new(), Vec::new());
         let mut sidecar = self.sidecar().await;
@@ -205,18 +208,24 @@ impl Bench {
         extra
     }
 
+    /// Those of twenty new users.
+    async fn tokens(&self, name: &str) -> Vec<String> {
+        let mut tokens = Vec::new();
+        for number in 0..20 {
+            tokens.push(self.world.reader(&format!("{name}-{number}")).await);
+        }
+        // The API server's own authorizer knows the new roles by then.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        tokens
+    }
+
     async fn first(&self, client: &mut Client) -> Duration {
         first(client, &self.token, &self.world.namespace, "short").await
     }
 
     async fn many_at_once(&self) {
         let ns = &self.world.namespace;
-        let mut tokens = Vec::new();
-        for number in 0..20 {
-            tokens.push(self.world.reader(&format!("reader-{number}")).await);
-        }
-        // The API server's own authorizer knows the new roles by then.
-        tokio::time::sleep(Duration::from_secs(2)).await;
+        let tokens = self.tokens("reader").await;
         let run = async |client: Client, limit: Duration| {
             let begun = Instant::now();
             let calls = (0..200).map(|number| {
@@ -276,11 +285,7 @@ impl Bench {
     async fn stalled(&self, extra: Duration) {
         const CLIENTS: usize = 1000;
         let ns = &self.world.namespace;
-        let mut tokens = Vec::new();
-        for number in 0..20 {
-            tokens.push(self.world.reader(&format!("stalled-{number}")).await);
-        }
-        tokio::time::sleep(Duration::from_secs(2)).await;
+        let tokens = self.tokens("stalled").await;
         let mut other = self.gateway.client().await;
         self.first(&mut other).await;
         let before = self.gateway.memory();
@@ -295,9 +300,7 @@ impl Bench {
         // Their own windows, of megabytes, fill up first.
         let peak = self.until_quiet().await;
         let grown = self.gateway.memory().saturating_sub(before);
-        let mut own = csi_client::Client::connect(&self.world.socket(), Duration::from_secs(10))
-            .await
-            .expect("connect");
+        let mut own = self.driver().await;
         let (mut owns, mut ours) = (Vec::new(), Vec::new());
         for _ in 0..51 {
             owns.push(first_of_driver(&mut own).await);

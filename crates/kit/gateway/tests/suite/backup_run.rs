@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
-use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
+use kube::api::{ListParams, Patch, PatchParams};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -115,8 +115,7 @@ impl<'w> Cluster<'w> {
         let ns = self.world.namespace.clone();
         let there = self.names("VolumeSnapshot").await;
         for (_, content) in self.contents.extract_if(.., |(snapshot, _)| !there.contains(snapshot)) {
-            let contents = self.world.api.objects("VolumeSnapshotContent", None);
-            contents.delete(&content, &DeleteParams::default()).await.expect("delete the content");
+            self.world.api.delete("VolumeSnapshotContent", None, &content).await;
         }
         for snapshot in self.list("VolumeSnapshot").await {
             if !snapshot["status"].is_null() || !self.has_controller {
@@ -212,6 +211,13 @@ impl<'w> Cluster<'w> {
         ended(child).await
     }
 
+    /// The same, and what it says that it has made.
+    async fn makes(&mut self, child: Child) -> Value {
+        let output = self.play(child).await;
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    }
+
     /// The names of what there is of a kind, but for the claim itself.
     async fn names(&self, kind: &str) -> Vec<String> {
         let names = self.list(kind).await.into_iter();
@@ -233,28 +239,21 @@ fn start(world: &World, kubeconfig: &Path, more: &[&str]) -> Child {
 
 pub async fn run_makes_a_backup_and_leaves_nothing(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
-    let config = world.gateway_kubeconfig("gateway").await;
-    let _gateway = first_gateway(&world, &config).await;
+    let _gateway = first_gateway(&world).await;
     let account = account_of_the_manifest(&world).await;
     image(&world);
     claim(&world, "data", "Filesystem").await;
     // The object of this CRD cannot say that deltas can do without the snapshot: the last one stays.
     let mut cluster = Cluster::new(&world, &account);
-    let output = cluster.play(start(&world, &account, &["--", "--limit-rate", "1Gi"])).await;
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let made = cluster.makes(start(&world, &account, &["--", "--limit-rate", "1Gi"])).await;
     let volume = format!("{}/data", world.namespace);
-    assert_eq!(
-        (&made["kind"], &made["volume"], &made["snapshot"]),
-        (&json!("full"), &json!(volume), &json!("plain-1"))
-    );
+    assert_eq!((&made["kind"], &made["snapshot"]), (&json!("full"), &json!("plain-1")));
+    assert_eq!(made["volume"], volume);
     restores(&world, &account, MESSAGES).await;
     let (claim, pod) = (&cluster.claims[0]["spec"], &cluster.pods[0]["spec"]);
     assert_eq!((&claim["volumeMode"], &claim["accessModes"]), (&json!("Block"), &json!(["ReadOnlyMany"])));
-    assert_eq!(
-        (&claim["storageClassName"], &claim["resources"]["requests"]["storage"]),
-        (&json!("fast"), &json!("1Ti"))
-    );
+    assert_eq!(claim["storageClassName"], "fast");
+    assert_eq!(claim["resources"]["requests"]["storage"], "1Ti");
     assert_eq!(claim["dataSource"]["kind"], "VolumeSnapshot");
     let terms = &pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     assert_eq!(terms[0]["matchExpressions"][0]["values"], json!(["a"]), "it runs where the volume is");
@@ -271,9 +270,7 @@ pub async fn run_makes_a_backup_and_leaves_nothing(world: World) {
 
     // Names of snapshots are by the second.
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    let output = cluster.play(start(&world, &account, &[])).await;
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let made = cluster.makes(start(&world, &account, &[])).await;
     assert_eq!((&made["kind"], &made["snapshot"]), (&json!("incremental"), &json!("plain-2")));
     let second = cluster.names("VolumeSnapshot").await;
     assert!(second.len() == 1 && second != first, "the base before goes: {second:?}");
@@ -286,8 +283,7 @@ pub async fn run_makes_a_backup_and_leaves_nothing(world: World) {
 /// `kubectl cbt` is the program under the name `kubectl-cbt`.
 pub async fn a_plugin_of_kubectl_takes_its_flags(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
-    let config = world.gateway_kubeconfig("gateway").await;
-    let _gateway = first_gateway(&world, &config).await;
+    let _gateway = first_gateway(&world).await;
     let account = account_of_the_manifest(&world).await;
     image(&world);
     claim(&world, "data", "Block").await;
@@ -390,18 +386,13 @@ pub async fn run_says_what_is_missing_and_leaves_nothing(world: World) {
 
 pub async fn run_needs_no_snapshot_where_its_handle_is_enough(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
-    let config = world.gateway_kubeconfig("gateway").await;
-    let _gateway = first_gateway(&world, &config).await;
+    let _gateway = first_gateway(&world).await;
     let account = account_of_the_manifest(&world).await;
     let device = image(&world);
     claim(&world, "data", "Block").await;
-    let patch = Patch::Merge(json!({"spec": {"requireBaseSnapshotForDelta": false}}));
-    let services = world.api.objects("SnapshotMetadataService", None);
-    services.patch(&world.driver, &PatchParams::default(), &patch).await.expect("patch");
+    world.change_service(json!({"requireBaseSnapshotForDelta": false})).await;
     let mut cluster = Cluster::new(&world, &account);
-    let output = cluster.play(start(&world, &account, &[])).await;
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let made = cluster.makes(start(&world, &account, &[])).await;
     assert_eq!((&made["kind"], &made["snapshot"]), (&json!("full"), &json!("plain-1")));
     restores(&world, &account, MESSAGES).await;
     cluster.step().await;
@@ -414,9 +405,7 @@ pub async fn run_needs_no_snapshot_where_its_handle_is_enough(world: World) {
         file.write_all_at(&[(number % 253) as u8 + 3; 4096], number * 8192).expect("write");
     }
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    let output = cluster.play(start(&world, &account, &[])).await;
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let made = cluster.makes(start(&world, &account, &[])).await;
     assert_eq!((&made["kind"], &made["snapshot"]), (&json!("incremental"), &json!("plain-2")), "{made}");
     let delta = driver.seen.deltas.lock().pop().expect("a delta");
     assert_eq!((delta.base_snapshot_id.as_str(), delta.target_snapshot_id.as_str()), ("plain-1", "plain-2"));

@@ -8,14 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::community::backup_account;
 use crate::driver::{Driver, STEADY_MESSAGES, TUPLES};
-use crate::world::{AUDIENCE, Files, Gateway, World, eventually};
+use crate::world::{Gateway, World, eventually};
 
 /// The volume of the driver.
 const SIZE: u64 = 1 << 40;
@@ -82,29 +79,19 @@ pub async fn restores(world: &World, kubeconfig: &Path, messages: i64) {
     assert!(read(&to) == read(&world.dir.path().join("image")), "the restored volume is another one");
 }
 
-async fn publish(world: &World, gateway: &Gateway) {
-    let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
-    let spec = json!({"address": format!("127.0.0.1:{}", gateway.port), "audience": AUDIENCE, "caCert": ca});
-    let patch = Patch::Merge(json!({"spec": spec}));
-    let services = world.api.objects("SnapshotMetadataService", None);
-    services.patch(&world.driver, &PatchParams::default(), &patch).await.expect("patch");
-}
-
-/// A gateway with an authority of its own, which the cluster's object names.
+/// A gateway with an authority of its own.
 async fn gateway(world: &World, config: &Path, name: &str) -> Gateway {
-    let files = Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
-    let gateway = Gateway::start(world, config, name, &arguments, Some(files));
+    let gateway = world.gateway_by(config, name, &[]);
     gateway.ready().await;
     gateway
 }
 
-pub async fn first_gateway(world: &World, config: &Path) -> Gateway {
-    let first = gateway(world, config, "first").await;
-    let ca = STANDARD.encode(&first.files.as_ref().expect("files").ca);
-    world.service(&format!("127.0.0.1:{}", first.port), AUDIENCE, &ca).await;
-    first
+/// The first one, which the cluster's object names.
+pub async fn first_gateway(world: &World) -> (Gateway, PathBuf) {
+    let config = world.gateway_kubeconfig("gateway").await;
+    let first = gateway(world, &config, "first").await;
+    first.publish(world).await;
+    (first, config)
 }
 
 async fn asked(driver: &Driver, times: usize) {
@@ -118,30 +105,21 @@ pub async fn a_backup_outlives_new_tokens_authorities_and_drivers(world: World) 
     let ns = world.namespace.clone();
     world.snapshot(&ns, "monday", "steady-1").await;
     world.snapshot(&ns, "tuesday", "steady-2").await;
-    let config = world.gateway_kubeconfig("gateway").await;
-    let first = first_gateway(&world, &config).await;
+    let (first, config) = first_gateway(&world).await;
     let account = backup_account(&world).await;
     let device = image(&world);
     let token = world.dir.path().join("token");
     std::fs::write(&token, world.reader("first").await).expect("write");
     let mut command = tool(&world, &account, &["full", "--volume", "v", "--output", "json"]);
-    command.args([
-        "--namespace",
-        &ns,
-        "--snapshot",
-        "monday",
-        "--device",
-        arg(&device),
-        "--token-file",
-        arg(&token),
-    ]);
+    command.args(["--token-file", arg(&token)]);
+    command.args(["--namespace", &ns, "--snapshot", "monday", "--device", arg(&device)]);
     let running = command.spawn().expect("start cbt-backup");
     asked(&driver, 1).await;
     // All at once: another gateway with another authority, another token, and then another driver.
     drop(first);
     std::fs::write(&token, world.reader("second").await).expect("write");
     let second = gateway(&world, &config, "second").await;
-    publish(&world, &second).await;
+    world.change_service(second.spec()).await;
     asked(&driver, 2).await;
     let offsets: Vec<i64> =
         driver.seen.allocated.lock().iter().map(|request| request.starting_offset).collect();
@@ -175,8 +153,7 @@ pub async fn a_backup_whose_token_ends_fails_and_says_so(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
     let ns = world.namespace.clone();
     world.snapshot(&ns, "monday", "steady-1").await;
-    let config = world.gateway_kubeconfig("gateway").await;
-    let first = first_gateway(&world, &config).await;
+    let (first, _) = first_gateway(&world).await;
     let account = backup_account(&world).await;
     let device = image(&world);
     let token = world.dir.path().join("token");

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use testkit::gateway::driver::Driver;
 use testkit::gateway::world::{World, code};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
@@ -53,10 +52,7 @@ async fn answer(mut stream: UnixStream, answer: Vec<Vec<u8>>) -> std::io::Result
 
 pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: World) {
     const OK: &[u8] = b"\x88";
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     gateway.ready().await;
     // The gateway goes on asking that driver for its health, on the connection that it has.
@@ -92,7 +88,7 @@ pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: 
         let before = gateway.peak();
         for _ in 0..3 {
             let mut client = gateway.client().await;
-            let ended = timeout(Duration::from_secs(30), client.allocated(&token, ns, "monday")).await;
+            let ended = timeout(Duration::from_secs(30), client.allocated(&token, &ns, "monday")).await;
             match ended.expect("an end") {
                 Err((code, said)) if code == expected && said.contains(says) => {}
                 ended => panic!("not {expected:?} with {says:?}: {ended:?}"),
@@ -104,6 +100,6 @@ pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: 
         std::fs::remove_file(world.socket()).expect("remove");
     }
     std::fs::rename(&aside, world.socket()).expect("rename");
-    assert_eq!(code(&gateway.client().await.allocated(&token, ns, "monday").await), Code::Ok);
+    assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
     assert!(gateway.running.is_alive());
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use futures_util::StreamExt;
-use kube::api::{DynamicObject, Patch, PatchParams};
+use kube::api::DynamicObject;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use nix::sys::signal::Signal;
@@ -25,37 +25,19 @@ use crate::driver::{Driver, TUPLES};
 use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, World, about, code, eventually};
 
 /// A gateway that manages certificates, which live for seconds.
-pub async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
-    start_requiring(world, name, config, address, lifetimes, false)
+pub fn start(world: &World, name: &str, config: &Path, lifetimes: [&str; 3]) -> Gateway {
+    start_requiring(world, name, config, lifetimes, false)
 }
 
 /// The same with what it is to say about bases.
-fn start_requiring(
-    world: &World,
-    name: &str,
-    config: &Path,
-    address: &str,
-    lifetimes: [&str; 3],
-    base: bool,
-) -> Gateway {
+fn start_requiring(world: &World, name: &str, config: &Path, lifetimes: [&str; 3], base: bool) -> Gateway {
     let [ca, leaf, overlap] = lifetimes;
     let (ca, leaf) = (format!("--ca-lifetime={ca}"), format!("--certificate-lifetime={leaf}"));
     let overlap = format!("--ca-overlap={overlap}");
     let (namespace, pod) = (format!("--namespace={}", world.namespace), format!("--pod-name={name}"));
-    let address = format!("--service-address={address}");
     let base = format!("--require-base-snapshot={base}");
-    let arguments = [
-        "--manage-certificates",
-        "--audience",
-        AUDIENCE,
-        &base,
-        &ca,
-        &leaf,
-        &overlap,
-        &namespace,
-        &pod,
-        &address,
-    ];
+    let place = ["--audience", AUDIENCE, "--service-address=127.0.0.1:1", &namespace, &pod];
+    let arguments = [&place[..], &["--manage-certificates", &base, &ca, &leaf, &overlap]].concat();
     Gateway::start(world, config, name, &arguments, None)
 }
 
@@ -76,6 +58,12 @@ pub fn bundle(object: &DynamicObject) -> String {
 pub async fn empty_secret(world: &World) {
     let metadata = json!({"name": "deltapath-snapshot-metadata-tls", "namespace": world.namespace});
     world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})).await;
+}
+
+/// What is in it now.
+async fn secret(world: &World) -> Value {
+    let secrets = world.api.objects("Secret", Some(&world.namespace));
+    secrets.get("deltapath-snapshot-metadata-tls").await.expect("get").data["data"].clone()
 }
 
 /// A watch of the driver's SnapshotMetadataService: from the first event on the object names an authority that is valid, at
@@ -182,19 +170,16 @@ async fn read_on(
 }
 
 pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
+    let (driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     world.snapshot(&ns, "long", "paced-1").await;
     empty_secret(&world).await;
     let watched = Watched::start(&world);
-    let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
     // A CA every 6 seconds, a certificate every 4, two seconds of overlap: ten hand-overs in about a minute.
     let lifetimes = ["9s", "6s", "2s"];
     const OVERLAP: Duration = Duration::from_secs(2);
-    let one = start(&world, "one", &config, "127.0.0.1:1", lifetimes).await;
-    let two = start(&world, "two", &config, "127.0.0.1:1", lifetimes).await;
+    let one = start(&world, "one", &config, lifetimes);
+    let two = start(&world, "two", &config, lifetimes);
     one.ready().await;
     two.ready().await;
     let object = service(&world).await.expect("the object");
@@ -261,12 +246,10 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
             bundle.split_inclusive("-----END CERTIFICATE-----\n").map(str::to_owned).collect();
         assert!(certificates.len() <= 3, "{} authorities are named at once", certificates.len());
         named.extend(certificates);
-        let secret =
-            world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
-        let is_new = keys.insert(secret.data["data"]["tls.key"].to_string());
+        let secret = secret(&world).await;
+        let is_new = keys.insert(secret["tls.key"].to_string());
         // Two keys of authorities at most, and one of a server: those of the past are gone.
-        let kept =
-            STANDARD.decode(secret.data["data"]["certificates.json"].as_str().expect("it")).expect("base64");
+        let kept = STANDARD.decode(secret["certificates.json"].as_str().expect("it")).expect("base64");
         let kept: Value = serde_json::from_slice(&kept).expect("JSON");
         let private = kept.to_string().matches("BEGIN PRIVATE KEY").count();
         assert!(private <= 3, "{private} private keys are kept");
@@ -275,12 +258,8 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
         if is_new {
             more_comes().await;
         }
-        assert!(
-            Instant::now() < deadline,
-            "{} authorities in that time:\n{}",
-            named.len(),
-            one.running.log()
-        );
+        let count = named.len();
+        assert!(Instant::now() < deadline, "{count} authorities in that time:\n{}", one.running.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     stop.store(true, Ordering::Relaxed);
@@ -308,52 +287,42 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
 }
 
 pub async fn another_replica_takes_over(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     empty_secret(&world).await;
     let watched = Watched::start(&world);
-    let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
     // Long enough for the other to be elected (15 s) before the certificate ends.
     let lifetimes = ["3650d", "45s", "1h"];
-    let one = start(&world, "one", &config, "127.0.0.1:1", lifetimes).await;
+    let one = start(&world, "one", &config, lifetimes);
     one.ready().await;
-    let two = start(&world, "two", &config, "127.0.0.1:1", lifetimes).await;
+    let two = start(&world, "two", &config, lifetimes);
     two.ready().await;
     let holder = async || {
         let lease = world.api.objects("Lease", Some(&ns)).get("deltapath-gateway").await.expect("the lease");
         spec(&lease, "holderIdentity")
     };
     assert_eq!(holder().await, "one");
-    let secret = async || {
-        let secret =
-            world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
-        secret.data["data"]["tls.crt"].to_string()
-    };
-    let before = secret().await;
+    let before = secret(&world).await["tls.crt"].clone();
     let ca = bundle(&service(&world).await.expect("the object"));
     one.running.signal(Signal::SIGKILL);
     eventually("the other is elected", async || holder().await == "two").await;
-    eventually("the other renews", async || secret().await != before).await;
+    eventually("the other renews", async || secret(&world).await["tls.crt"] != before).await;
     let object = service(&world).await.expect("the object");
     assert_eq!(bundle(&object), ca, "the authority is the same");
     let mut client = Client::connect(two.port, "127.0.0.1", &ca).await.expect("connect");
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     // The object is made again where somebody deletes it or changes what it says.
-    let services = world.api.objects("SnapshotMetadataService", None);
     watched.own_deletions.store(1, Ordering::Relaxed);
-    services.delete(&world.driver, &Default::default()).await.expect("delete");
+    world.api.delete("SnapshotMetadataService", None, &world.driver).await;
     eventually("it is made again", async || service(&world).await.is_some()).await;
-    let wrong = kube::api::Patch::Merge(json!({"spec": {"address": "elsewhere:1"}}));
-    services.patch(&world.driver, &Default::default(), &wrong).await.expect("patch");
+    world.change_service(json!({"address": "elsewhere:1"})).await;
     eventually("it is written again", async || {
         service(&world).await.is_some_and(|object| spec(&object, "address") == "127.0.0.1:1")
     })
     .await;
     // A replica that stands still longer than its lease, and goes on, does nothing as the elected one.
     two.running.signal(Signal::SIGSTOP);
-    let three = start(&world, "three", &config, "127.0.0.1:1", lifetimes).await;
+    let three = start(&world, "three", &config, lifetimes);
     eventually("the third is elected", async || holder().await == "three").await;
     two.running.signal(Signal::SIGCONT);
     eventually("the second knows", async || two.running.log().contains("no longer elected")).await;
@@ -366,14 +335,9 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
     empty_secret(&world).await;
     let config = world.gateway_kubeconfig("gateway").await;
-    let written = json!({
-        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
-        "metadata": {"name": world.driver},
-        "spec": {"address": "by.hand:1", "audience": "by-hand", "caCert": "YnkgaGFuZA=="},
-    });
-    world.api.make(written).await;
+    world.service("by.hand:1", "by-hand", "YnkgaGFuZA==").await;
     let before = service(&world).await.expect("the object").metadata.resource_version;
-    let gateway = start(&world, "one", &config, "127.0.0.1:1", ["9s", "6s", "2s"]).await;
+    let gateway = start(&world, "one", &config, ["9s", "6s", "2s"]);
     gateway.ready().await;
     eventually("it says so", async || gateway.running.log().contains("it is left alone")).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
@@ -388,26 +352,21 @@ pub async fn the_object_says_whether_a_delta_wants_its_base(world: World) {
     let said = async || Some(service(&world).await?.data["spec"]["requireBaseSnapshotForDelta"].clone());
     // Nothing else makes it write the object anew. It is looked at every half second.
     let lifetimes = ["3650d", "90d", "4s"];
-    let mut gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, false);
+    let mut gateway = start_requiring(&world, "one", &config, lifetimes, false);
     eventually("the object says it", async || said().await == Some(json!(false))).await;
     for base in [true, false] {
         gateway.running.signal(Signal::SIGTERM);
         gateway.running.ended().await;
-        gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, base);
+        gateway = start_requiring(&world, "one", &config, lifetimes, base);
         eventually("the object says it", async || said().await == Some(json!(base))).await;
     }
     // As where the CRD did not know the field when the object was written, and was replaced since.
-    let dropped = Patch::Merge(json!({"spec": {"requireBaseSnapshotForDelta": null}}));
-    let objects = world.api.objects("SnapshotMetadataService", None);
-    objects.patch(&world.driver, &PatchParams::default(), &dropped).await.expect("patch");
+    world.change_service(json!({"requireBaseSnapshotForDelta": null})).await;
     eventually("a gateway that runs says it", async || said().await == Some(json!(false))).await;
 }
 
 pub async fn files_are_loaded_again_when_they_change(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     let mut early = gateway.client().await;
     // The certificate alone does not fit to the key that is there: the old pair serves on.
@@ -423,7 +382,7 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
         Client::connect(gateway.port, HOST, &renewed.ca).await.is_ok()
     })
     .await;
-    assert!(Client::connect(gateway.port, HOST, &gateway.files.as_ref().expect("files").ca).await.is_err());
+    assert!(Client::connect(gateway.port, HOST, gateway.ca()).await.is_err());
     assert_eq!(code(&early.allocated(&token, &ns, "monday").await), Code::Ok, "an open connection goes on");
     gateway.files = Some(renewed);
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
@@ -521,7 +480,7 @@ pub async fn a_strangers_lease_does_not_last_for_years(world: World) {
     world.api.make(lease).await;
     empty_secret(&world).await;
     let config = world.gateway_kubeconfig("gateway").await;
-    let gateway = start(&world, "one", &config, "127.0.0.1:1", ["3650d", "90d", "1h"]).await;
+    let gateway = start(&world, "one", &config, ["3650d", "90d", "1h"]);
     // Twice as long as a lease of its own.
     gateway.ready().await;
 }

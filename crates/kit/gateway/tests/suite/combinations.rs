@@ -1,20 +1,14 @@
 //! Promise: each client gets the same answer for the same rights and objects: the community's iterator (in the example of
 //! deploy/backup-example) and the client library, each for what is allocated and for a delta.
 
-use std::path::Path;
-
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use kube::api::{Patch, PatchParams};
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use serde_json::{Value, json};
+use serde_json::json;
 use snapshot_metadata_client::{Client, Options, Token};
 use tokio::process::Command;
 
 use crate::community::program;
 use crate::driver::{Driver, MESSAGES, TUPLES};
-use crate::rights::{get_snapshots, sign};
-use crate::world::{AUDIENCE, World, eventually};
+use crate::rights::{expired_token, get_snapshots};
+use crate::world::{World, eventually};
 
 /// What a client gets: how many ranges, or its error in full.
 type Outcome = Result<usize, String>;
@@ -59,17 +53,9 @@ const CASES: &[(&str, &str, &str, &str, Words, Words)] = &[
 struct Clients<'a> {
     world: &'a World,
     example: std::path::PathBuf,
-    kube: kube::Client,
 }
 
 impl Clients<'_> {
-    async fn new(world: &World) -> Clients<'_> {
-        let config = Kubeconfig::read_from(&world.api.kubeconfig).expect("kubeconfig");
-        let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
-        let kube = kube::Client::try_from(config.expect("a config")).expect("a client");
-        Clients { world, example: program("backup-example"), kube }
-    }
-
     async fn iterator(&self, account: &str, snapshot: &str, base: Option<&str>) -> Outcome {
         let mut command = Command::new(&self.example);
         command.args(["list", "-namespace", &self.world.namespace, "-service-account", account]);
@@ -88,7 +74,7 @@ impl Clients<'_> {
 
     async fn library(&self, token: Token, snapshot: &str, base: Option<&str>) -> Outcome {
         let options = Options { token, ..Options::default() };
-        let client = Client::kubernetes(self.kube.clone(), &self.world.namespace, options);
+        let client = Client::kubernetes(self.world.api.client.clone(), &self.world.namespace, options);
         let client = client.with_policy(crate::library::hasty());
         let blocks = match base {
             None => client.allocated(snapshot).await,
@@ -121,13 +107,11 @@ pub async fn every_client_gets_the_same_answer_for_the_same_rights(world: World)
     let _driver = Driver::start(&world.driver, &world.socket());
     let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
     objects(&world, &ns, &other).await;
-    let gateway = world.gateway(&[]).await;
+    let _gateway = world.published_gateway().await;
     // It may read the secret, so that a missing one is told from a forbidden one.
     let secrets = json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"], "resourceNames": ["nowhere"]}]);
     world.api.allow(&ns, &ns, "gateway", secrets).await;
-    let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
-    world.service(&format!("127.0.0.1:{}", gateway.port), AUDIENCE, &ca).await;
-    let clients = Clients::new(&world).await;
+    let clients = Clients { world: &world, example: program("backup-example") };
     eventually("the roles count", async || {
         clients.library(clients.token("two"), "tuesday", None).await.is_ok()
             && clients
@@ -148,15 +132,13 @@ pub async fn every_client_gets_the_same_answer_for_the_same_rights(world: World)
         }
     }
     // The iterator has a new token for each call; the library reads one that ended from a file.
-    let expired = expired_token(&world, &ns, world.dir.path()).await;
+    let expired = expired_token(&world, "whole").await;
     for base in [None, Some("plain-1")] {
         let outcome = clients.library(Token::File(expired.clone()), "tuesday", base).await;
         wrong.extend(as_expected("library, an expired token", outcome, UNKNOWN, &other));
     }
     // Both ask for the audience that the object names.
-    let services = world.api.objects("SnapshotMetadataService", None);
-    let patch = Patch::Merge(json!({"spec": {"audience": "another"}}));
-    services.patch(&world.driver, &PatchParams::default(), &patch).await.expect("patch");
+    world.change_service(json!({"audience": "another"})).await;
     for base in [None, Some("plain-1")] {
         let outcome = clients.iterator("whole", "tuesday", base).await;
         wrong.extend(as_expected("iterator, wrong audience", outcome, UNKNOWN, &other));
@@ -166,51 +148,22 @@ pub async fn every_client_gets_the_same_answer_for_the_same_rights(world: World)
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-async fn expired_token(world: &World, ns: &str, dir: &Path) -> std::path::PathBuf {
-    let account = world.api.objects("ServiceAccount", Some(ns)).get("whole").await.expect("the account");
-    let now =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
-    let uid = account.metadata.uid.expect("a uid");
-    let token = sign(&world.api.signing_key(), ns, "whole", &uid, now - 7200, now - 3600);
-    let file = dir.join("expired");
-    std::fs::write(&file, token).expect("write");
-    file
-}
-
 async fn objects(world: &World, ns: &str, other: &str) {
     world.snapshot(ns, "monday", "plain-1").await;
     world.snapshot(ns, "tuesday", "plain-2").await;
     world.snapshot(other, "theirs", "plain-3").await;
-    let unready = |snapshot: &mut Value, content: &mut Value| {
-        snapshot["status"]["readyToUse"] = json!(false);
-        content["status"]["readyToUse"] = json!(false);
-    };
-    world.snapshot_with(ns, "unready", "plain-4", unready).await;
-    let bare = |_: &mut Value, content: &mut Value| {
-        content.as_object_mut().expect("an object").remove("status");
-    };
-    world.snapshot_with(ns, "no-status", "plain-5", bare).await;
-    let of_class = |class: String| {
-        move |snapshot: &mut Value, _: &mut Value| snapshot["spec"]["volumeSnapshotClassName"] = json!(class)
-    };
-    world.snapshot_with(ns, "class-is-gone", "plain-6", of_class("a-class-that-was-deleted".into())).await;
-    world
-        .api
-        .make(json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
-            "metadata": {"name": format!("{ns}-secret")}, "driver": world.driver, "deletionPolicy": "Delete",
-            "parameters": {
-                "csi.storage.k8s.io/snapshotter-secret-name": "nowhere",
-                "csi.storage.k8s.io/snapshotter-secret-namespace": ns,
-            },
-        }))
-        .await;
-    world.snapshot_with(ns, "secret-is-missing", "plain-7", of_class(format!("{ns}-secret"))).await;
-    world
-        .snapshot_with(ns, "other-driver", "plain-8", |_, content| {
-            content["spec"]["driver"] = json!("x.csi.test")
-        })
-        .await;
+    let unready = json!({"status": {"readyToUse": false}});
+    let of_class = |class: &str| json!({"snapshot": {"spec": {"volumeSnapshotClassName": class}}});
+    world.class("secret", "nowhere", ns).await;
+    for (name, handle, changes) in [
+        ("unready", "plain-4", json!({"snapshot": unready, "content": unready})),
+        ("no-status", "plain-5", json!({"content": {"status": null}})),
+        ("class-is-gone", "plain-6", of_class("a-class-that-was-deleted")),
+        ("secret-is-missing", "plain-7", of_class(&format!("{ns}-secret"))),
+        ("other-driver", "plain-8", json!({"content": {"spec": {"driver": "x.csi.test"}}})),
+    ] {
+        world.snapshot_but(ns, name, handle, changes).await;
+    }
     for (account, names) in
         [("whole", &[][..]), ("two", &["monday", "tuesday"]), ("target", &["tuesday"]), ("base", &["monday"])]
     {

@@ -14,6 +14,7 @@ use testkit::{MIB, PoolKind, Rig, free_port};
 use tonic::Code;
 
 use crate::backup_tool::{arg, ok, tool};
+use crate::certificates::{bundle, empty_secret, service};
 use crate::driver::Driver;
 use crate::library;
 use crate::metrics::{samples, sum};
@@ -100,8 +101,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     };
 
     // The certificate and the SnapshotMetadataService are the gateway's own work.
-    let metadata = json!({"name": "deltapath-snapshot-metadata-tls", "namespace": ns});
-    world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})).await;
+    empty_secret(&world).await;
     let config = world.gateway_kubeconfig("gateway").await;
     let port = free_port();
     let own = [
@@ -119,8 +119,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     arguments.extend(own.iter().map(String::as_str));
     let gateway = Gateway::start(&world, &config, "gateway", &arguments, None);
     gateway.ready().await;
-    let services = world.api.objects("SnapshotMetadataService", None);
-    let object = services.get(&world.driver).await.expect("it is there before the gateway is ready");
+    let object = service(&world).await.expect("it is there before the gateway is ready");
     walk("gateway", &|| gateway.running.log());
     let listed = || library::answers(&caller, &ns, &socket, ("block-1", "block-2"), (&first, &second));
     let expected = library::Answers {
@@ -132,15 +131,11 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     backs_up(&world, &caller, "by-gateway", "full", "block-1", &old).await;
     drop(gateway);
 
-    services.delete(&world.driver, &Default::default()).await.expect("delete");
+    world.api.delete("SnapshotMetadataService", None, &world.driver).await;
     let files = Files::make(world.dir.path());
     let front = Sidecar::start(&sidecar, &world, &rig.socket(), &files).await;
-    let ca = STANDARD.encode(&files.ca);
-    let service = json!({
-        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService", "metadata": {"name": world.driver},
-        "spec": {"address": format!("127.0.0.1:{}", front.port), "audience": "community", "caCert": ca},
-    });
-    world.api.make(service).await;
+    let address = format!("127.0.0.1:{}", front.port);
+    world.service(&address, "community", &STANDARD.encode(&files.ca)).await;
     walk("sidecar", &|| front.running.log());
     assert_eq!(listed().await, expected);
     backs_up(&world, &caller, "by-sidecar", "full", "block-1", &old).await;
@@ -151,35 +146,19 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     let gateway = Gateway::start(&world, &config, "gateway", &arguments, None);
     gateway.ready().await;
     rig.client.delete_snapshot(&first).await.expect("delete");
-    world
-        .api
-        .objects("VolumeSnapshot", Some(&ns))
-        .delete("block-1", &Default::default())
-        .await
-        .expect("delete");
-    let content = format!("content-{ns}-block-1");
-    world
-        .api
-        .objects("VolumeSnapshotContent", None)
-        .delete(&content, &Default::default())
-        .await
-        .expect("delete");
+    world.delete_snapshot(&ns, "block-1").await;
     let token = world.api.token(&ns, "backup", "community").await;
-    let ca = STANDARD.decode(object.data["spec"]["caCert"].as_str().expect("a CA")).expect("base64");
-    let ca = String::from_utf8(ca).expect("PEM");
-    let mut client = Client::connect(port, "127.0.0.1", &ca).await.expect("connect");
+    let mut client = Client::connect(port, "127.0.0.1", &bundle(&object)).await.expect("connect");
     let (_, tuples) =
         client.delta(&token, &ns, &first, "block-2").await.expect("a delta from a deleted base");
     let tuples: Vec<_> = tuples.into_iter().map(|(offset, size)| (offset as u64, size as u64)).collect();
     assert_eq!(tuples, CHANGED);
-    services.delete(&world.driver, &Default::default()).await.expect("delete");
-    eventually("the gateway has published itself", async || services.get(&world.driver).await.is_ok()).await;
+    world.api.delete("SnapshotMetadataService", None, &world.driver).await;
+    eventually("the gateway has published itself", async || service(&world).await.is_some()).await;
     backs_up(&world, &caller, "by-gateway", "incremental", "block-2", &new).await;
-    let volumes = rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
-    for entry in volumes.expect("list").into_inner().entries {
-        let id = entry.volume.expect("a volume").volume_id;
-        rig.detach(&id).await;
-        rig.client.delete_volume(&id).await.expect("delete");
+    for volume in rig.client.volumes().await.expect("list") {
+        rig.detach(&volume.volume_id).await;
+        rig.client.delete_volume(&volume.volume_id).await.expect("delete");
     }
     rig.finish();
 }
@@ -216,12 +195,7 @@ fn blocks(text: &str) -> Vec<(u64, u64)> {
 async fn account_of_all_rights(world: &World, account: &str) -> (String, PathBuf) {
     let ns = &world.namespace;
     world.api.account(ns, account, json!([])).await;
-    let binding = json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": format!("{ns}-{account}")},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
-        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": ns}],
-    });
-    world.api.make(binding).await;
+    world.api.bind(ns, account, "cluster-admin").await;
     (format!("system:serviceaccount:{ns}:{account}"), world.api.kubeconfig_of(ns, account).await)
 }
 
@@ -241,12 +215,7 @@ pub async fn backup_account(world: &World) -> PathBuf {
         }
     }
     world.api.make(role).await;
-    let binding = json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": "backup", "namespace": ns}],
-    });
-    world.api.make(binding).await;
+    world.api.bind(ns, "backup", &name).await;
     world.api.kubeconfig_of(ns, "backup").await
 }
 
@@ -259,16 +228,9 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
         world.snapshot(&ns, name, handle).await;
     }
     world.snapshot(&other, "theirs", "plain-3").await;
-    world
-        .snapshot_with(&ns, "no-status", "plain-4", |snapshot, _| {
-            snapshot.as_object_mut().expect("an object").remove("status");
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "stolen", "plain-5", |_, content| {
-            content["spec"]["volumeSnapshotRef"] = json!({"name": "theirs", "namespace": other});
-        })
-        .await;
+    world.snapshot_but(&ns, "no-status", "plain-4", json!({"snapshot": {"status": null}})).await;
+    let of_theirs = json!({"volumeSnapshotRef": {"name": "theirs", "namespace": other}});
+    world.snapshot_but(&ns, "stolen", "plain-5", json!({"content": {"spec": of_theirs}})).await;
     world.service("sidecar.test:1", AUDIENCE, "YQ==").await;
     let token = world.reader("reader").await;
     let gateway = world.gateway(&[]).await;
@@ -334,12 +296,9 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
 
 pub async fn the_communitys_sidecar_ends_streams_that_are_read_and_the_gateway_does_not(world: World) {
     let sidecar = program("csi-snapshot-metadata");
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
+    let (_driver, ns, token) = world.with_snapshot("long", "paced-1").await;
     world.default_class().await;
-    world.snapshot(&ns, "long", "paced-1").await;
     world.service("sidecar.test:1", AUDIENCE, "YQ==").await;
-    let token = world.reader("reader").await;
     // Its stream is open longer than the sidecar's, and many times longer than a client may be idle.
     let gateway = world.gateway(&["--idle-timeout=5s"]).await;
     let files = gateway.files.as_ref().expect("files");

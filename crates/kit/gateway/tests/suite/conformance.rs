@@ -10,15 +10,15 @@ use std::time::SystemTime;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use kube::api::{ListParams, Patch, PatchParams};
+use kube::api::ListParams;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
 use serde_json::{Value, json};
 use testkit::lab::{Lab, named};
 use tokio::process::Command;
 
 use crate::community::program;
-use crate::rights::sign;
-use crate::world::{AUDIENCE, Files, Gateway, Sidecar, World, eventually};
+use crate::rights;
+use crate::world::{AUDIENCE, Files, Sidecar, World, eventually};
 
 /// A driver in memory with two snapshots, of which the cluster knows.
 async fn driver(world: &World, changes: &str) -> Lab {
@@ -28,11 +28,11 @@ async fn driver(world: &World, changes: &str) -> Lab {
 /// The same at another socket, with more flags.
 pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
     let lab = mock(world, socket, more).await;
-    for (name, handle, second) in [("monday", "disk-1", 1), ("tuesday", "disk-2", 2)] {
-        let at = |_: &mut Value, content: &mut Value| {
-            content["status"]["creationTime"] = json!(second * 1_000_000_000_i64);
-        };
-        world.snapshot_with(&world.namespace, name, handle, at).await;
+    for (name, handle, nanos) in
+        [("monday", "disk-1", 1_000_000_000), ("tuesday", "disk-2", 2_000_000_000_u64)]
+    {
+        let at = json!({"content": {"status": {"creationTime": nanos}}});
+        world.snapshot_but(&world.namespace, name, handle, at).await;
     }
     lab
 }
@@ -103,13 +103,7 @@ async fn assert_nothing_is_left(world: &World) {
 /// A token of an account with all rights, that ended an hour ago, in a file.
 async fn expired_token(world: &World) -> String {
     world.reader("former").await;
-    let account = world.api.objects("ServiceAccount", Some(&world.namespace)).get("former").await;
-    let uid = account.expect("the account").metadata.uid.expect("a uid");
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970").as_secs();
-    let token = sign(&world.api.signing_key(), &world.namespace, "former", &uid, now - 7200, now - 3600);
-    let path = world.dir.path().join("expired");
-    std::fs::write(&path, token).expect("write");
-    path.display().to_string()
+    rights::expired_token(world, "former").await.display().to_string()
 }
 
 /// Changes between the snapshots. With one tuple a message, enough small messages are under way at once that a relay has to
@@ -118,17 +112,9 @@ const MANY: &str = "20000";
 /// Enough that a stream is still under way when its client goes.
 const SOME: &str = "5500";
 
-/// A gateway before the driver, found by the driver's SnapshotMetadataService.
-pub async fn gateway(world: &World) -> Gateway {
-    let gateway = world.gateway(&[]).await;
-    let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
-    world.service(&format!("127.0.0.1:{}", gateway.port), AUDIENCE, &ca).await;
-    gateway
-}
-
 pub async fn the_gateway_passes_every_case_of_kubernetes(world: World) {
     let driver = driver(&world, MANY).await;
-    let _gateway = gateway(&world).await;
+    let _gateway = world.published_gateway().await;
     let expired_token = expired_token(&world).await;
     let junit = world.dir.path().join("junit.xml").display().to_string();
     let chosen = ["--snapshot", "tuesday", "--snapshot", "monday"];
@@ -325,16 +311,11 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
     let _driver = driver(world, SOME).await;
     let gateway = world.gateway(&[]).await;
     let at = |name: &str| world.dir.path().join(name).display().to_string();
-    std::fs::write(at("gateway-ca"), &gateway.files.as_ref().expect("files").ca).expect("write");
+    std::fs::write(at("gateway-ca"), gateway.ca()).expect("write");
     let upstream = format!("https://127.0.0.1:{}", gateway.port);
     let [upstream_ca, ca_file] = ["gateway-ca", "ca"].map(at);
     world.service("127.0.0.1:1", AUDIENCE, "YQ==").await;
     let expired = expired_token(world).await;
-    let services = world.api.objects("SnapshotMetadataService", None);
-    let set = async |spec: &Value| {
-        let patch = Patch::Merge(json!({"spec": spec}));
-        services.patch(&world.driver, &PatchParams::default(), &patch).await.expect("patch");
-    };
     let mut wrong = Vec::new();
     for (fault, verdict, cases) in FAULTS.iter().skip(number).step_by(WORLDS) {
         let between = ["faults", "--listen", "https://127.0.0.1:0", "--ca-file", &ca_file];
@@ -352,7 +333,7 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
             Object(field, value) => spec[field] = json!(value),
             OldAuthority => spec["caCert"] = json!(STANDARD.encode(old_authority())),
         }
-        set(&spec).await;
+        world.change_service(spec).await;
         let cases = named(cases);
         let focus = format!("^({})$", cases.join("|"));
         let arguments = ["--focus", &focus, "--timeout", "60", "--expired-token", &expired];
@@ -412,7 +393,7 @@ pub async fn what_the_communitys_sidecar_fails_is_what_the_page_says(world: Worl
 
 pub async fn an_interrupted_run_leaves_nothing(world: World) {
     let _driver = driver(&world, SOME).await;
-    let _gateway = gateway(&world).await;
+    let _gateway = world.published_gateway().await;
     let ours = ListParams::default().labels(&format!("cbt-lab/tests={}", world.namespace));
     let homes = world.api.objects("Namespace", None);
     // While it makes its accounts, and while it asks.
@@ -446,13 +427,11 @@ pub async fn what_cannot_be_tested_says_why_and_leaves_nothing(world: World) {
     says(&["--focus", "nothing"], "--list").await;
     let _driver = driver(&world, SOME).await;
     says(&[], "there is no SnapshotMetadataService").await;
-    let unready = |snapshot: &mut Value, _: &mut Value| snapshot["status"]["readyToUse"] = json!(false);
-    world.snapshot_with(&world.namespace, "unready", "disk-1", unready).await;
+    let unready = json!({"snapshot": {"status": {"readyToUse": false}}});
+    world.snapshot_but(&world.namespace, "unready", "disk-1", unready).await;
     says(&["--snapshot", "monday", "--snapshot", "unready"], "not ready to use").await;
-    let other = |_: &mut Value, content: &mut Value| {
-        content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
-    };
-    world.snapshot_with(&world.namespace, "of-another", "disk-1", other).await;
+    let other = json!({"content": {"spec": {"source": {"volumeHandle": "volume-2"}}}});
+    world.snapshot_but(&world.namespace, "of-another", "disk-1", other).await;
     says(&["--snapshot", "monday", "--snapshot", "of-another"], "two volumes").await;
     // An account that may make nothing.
     world.service("127.0.0.1:1", AUDIENCE, "YQ==").await;

@@ -14,8 +14,7 @@ pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world:
         world.snapshot(&ns, name, handle).await;
     }
     let token = world.reader("reader").await;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (_gateway, mut client) = world.served(&[]).await;
     let user = format!("system:serviceaccount:{ns}:gateway");
     let asked = async || {
         let calls = world.api.calls_of(&user).await;
@@ -54,16 +53,10 @@ pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world:
 /// The API server serves the other tests as well, so this gateway is cut off from it by a kubeconfig that leads through a
 /// go-between.
 pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let config = world.gateway_kubeconfig("gateway").await;
     let (through, bridge) = Bridge::before(&world, &config).await;
-    let files = crate::world::Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", crate::world::AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
-    let mut gateway = crate::world::Gateway::start(&world, &through, "gateway", &arguments, Some(files));
+    let mut gateway = world.gateway_by(&through, "gateway", &[]);
     gateway.ready().await;
     let mut client = gateway.client().await;
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
@@ -143,12 +136,8 @@ impl Bridge {
 
 /// Found from outside: where the gateway may not make reviews, its clients were told that the API server does not answer.
 pub async fn a_right_that_the_gateway_lacks_is_named(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
-    let gateway = world.gateway(&["--review-cache", "0s"]).await;
-    let mut client = gateway.client().await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
+    let (_gateway, mut client) = world.served(&["--review-cache", "0s"]).await;
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     let roles = world.api.objects("ClusterRole", None);
     let role = format!("{ns}-gateway");
@@ -160,8 +149,7 @@ pub async fn a_right_that_the_gateway_lacks_is_named(world: World) {
             rule["resources"].as_array().is_some_and(|all| all.contains(&resource.into()))
         };
         rules.as_array_mut().expect("rules").retain(|rule| !names(rule));
-        let patch = kube::api::Patch::Merge(serde_json::json!({"rules": rules}));
-        roles.patch(&role, &kube::api::PatchParams::default(), &patch).await.expect("patch");
+        world.api.merge("ClusterRole", None, &role, serde_json::json!({"rules": rules})).await;
         let missing = format!(
             "this server lacks a right at the Kubernetes API server: User \"system:serviceaccount:{ns}:gateway\" cannot create resource \"{resource}\" in API group \"{group}\" at the cluster scope"
         );

@@ -10,7 +10,6 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::Code;
 
-use crate::driver::Driver;
 use crate::hostile::hello;
 use crate::world::{World, code};
 
@@ -73,10 +72,7 @@ impl Stranger {
 }
 
 pub async fn ten_thousand_strangers_keep_nobody_out(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway_with(&[], None, "info").await;
     gateway.ready().await;
     let (config, name) = hello(&gateway);
@@ -120,9 +116,7 @@ pub async fn ten_thousand_strangers_keep_nobody_out(world: World) {
 
 /// Found from outside: 256 calls with bad tokens filled a pipe that nobody read, and then neither a call nor a probe was answered.
 pub async fn an_audit_whose_reader_stops_stops_nothing(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    world.snapshot(&world.namespace, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let mut gateway = world.gateway_with(&[], Some(writer.into()), "info").await;
     gateway.ready().await;
@@ -133,7 +127,7 @@ pub async fn an_audit_whose_reader_stops_stops_nothing(world: World) {
             let answer = client.allocated("a bad token", &"/".repeat(10_000), "monday").await;
             assert_eq!(code(&answer), Code::InvalidArgument);
         }
-        client.allocated(&token, &world.namespace, "monday").await
+        client.allocated(&token, &ns, "monday").await
     };
     let answer = tokio::time::timeout(Duration::from_secs(60), calls).await.expect("every call is answered");
     assert_eq!(code(&answer), Code::Ok);

@@ -10,7 +10,6 @@ use serve::relay::{frame, frame_bytes};
 use tonic::Code;
 use tonic::codegen::http::{HeaderMap, HeaderValue};
 
-use crate::driver::Driver;
 use crate::hostile::{ALLOCATED, call_with, connect};
 use crate::world::{World, code};
 
@@ -141,12 +140,8 @@ fn message(random: &mut fastrand::Rng, is_delta: bool, token: &str, namespace: &
 pub async fn requests_of_both_calls_get_the_right_code(world: World) {
     const ROUNDS: usize = 5000;
     const AT_ONCE: usize = 16;
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
-    let mut gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
+    let (mut gateway, mut client) = world.served(&[]).await;
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     let before = gateway.peak();
     let channel = connect(&gateway).await;

@@ -13,6 +13,7 @@ use proto::kubernetes::GetMetadataAllocatedRequest;
 use rustls::pki_types::ServerName;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
+use serde_json::json;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::codegen::http::HeaderMap;
@@ -26,7 +27,7 @@ use crate::world::{Gateway, HOST, World, code, eventually};
 /// What a client of HTTP/2 that trusts the gateway says in a handshake.
 pub fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
     let mut roots = RootCertStore::empty();
-    let ca = &gateway.files.as_ref().expect("files").ca;
+    let ca = gateway.ca();
     roots.add(rustls::pki_types::CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
@@ -56,9 +57,7 @@ async fn until_closed(gateway: &Gateway, bytes: &[u8]) -> Duration {
 }
 
 pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    world.snapshot(&world.namespace, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     // HTTP/2 without TLS.
     let plain = format!("http://127.0.0.1:{}", gateway.port);
@@ -95,11 +94,11 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
     });
     assert!(driver.seen.allocated.lock().is_empty(), "something reached the driver");
     assert!(gateway.running.is_alive());
-    assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+    assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
 }
 
 pub async fn connect(gateway: &Gateway) -> Channel {
-    let ca = tonic::transport::Certificate::from_pem(&gateway.files.as_ref().expect("files").ca);
+    let ca = tonic::transport::Certificate::from_pem(gateway.ca());
     let tls = tonic::transport::ClientTlsConfig::new().ca_certificate(ca).domain_name(HOST);
     let endpoint = Channel::from_shared(format!("https://127.0.0.1:{}", gateway.port));
     endpoint.expect("address").tls_config(tls).expect("tls").connect().await.expect("connect")
@@ -132,9 +131,7 @@ pub async fn call_with(mut channel: Channel, path: &str, more: HeaderMap, body: 
 pub const ALLOCATED: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated";
 
 pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    world.snapshot(&world.namespace, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     let before = gateway.peak();
     // A token of 100 MB, by four clients at once.
@@ -161,7 +158,7 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     assert!(grown < 32 << 20, "it took {grown} bytes");
     assert!(driver.seen.allocated.lock().is_empty(), "something reached the driver");
     assert!(gateway.running.is_alive());
-    assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+    assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
 }
 
 /// Promise: anyone may send a request, and all that are sent before their callers are known take a bounded memory together.
@@ -169,9 +166,7 @@ pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
     const CONNECTIONS: usize = 20;
     const CALLS: usize = 200;
     const SENT: usize = 31 << 10;
-    let _driver = Driver::start(&world.driver, &world.socket());
-    world.snapshot(&world.namespace, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     let before = gateway.peak();
     let mut channels = Vec::new();
@@ -207,7 +202,7 @@ pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
     // Beside the bytes each call is a task with its state, of some 25 KiB in a debug build.
     assert!(grown < 200 << 20, "{sent} bytes took {grown}");
     assert!(gateway.running.is_alive());
-    assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+    assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
 }
 
 /// A body of which nothing comes.
@@ -221,10 +216,7 @@ pub async fn calls_without_a_body_take_a_bounded_memory_and_keep_nobody_out(worl
     const CONNECTIONS: usize = 150;
     const CALLS: usize = 256;
     const PATHS: [&str; 3] = [ALLOCATED, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"];
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let gateway = Arc::new(world.gateway(&[]).await);
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
     let before = gateway.peak();
@@ -354,10 +346,7 @@ impl Slow {
 }
 
 pub async fn a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     // What a first call needs is there already.
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
@@ -405,41 +394,22 @@ pub async fn a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended(world: World)
 pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
     let ns = world.namespace.clone();
-    let class = serde_json::json!({
-        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
-        "metadata": {"name": format!("{ns}-secret")}, "driver": world.driver, "deletionPolicy": "Delete",
-        "parameters": {
-            "csi.storage.k8s.io/snapshotter-secret-name": "deltapath-snapshotter",
-            "csi.storage.k8s.io/snapshotter-secret-namespace": ns,
-        },
-    });
-    world.api.make(class).await;
-    let metadata = serde_json::json!({"name": "deltapath-snapshotter", "namespace": ns});
+    world.class("secret", "deltapath-snapshotter", &ns).await;
+    let metadata = json!({"name": "deltapath-snapshotter", "namespace": ns});
     let secret = "the-drivers-own-password";
+    let data = json!({"password": secret});
     world
         .api
-        .make(serde_json::json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"password": secret}}))
+        .make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": data}))
         .await;
-    world
-        .snapshot_with(&ns, "monday", "plain-1", |snapshot, _| {
-            snapshot["spec"]["volumeSnapshotClassName"] = serde_json::json!(format!("{ns}-secret"));
-        })
-        .await;
+    let of_class = json!({"snapshot": {"spec": {"volumeSnapshotClassName": format!("{ns}-secret")}}});
+    world.snapshot_but(&ns, "monday", "plain-1", of_class).await;
     let token = world.reader("reader").await;
     // Everything that can be logged is; other crates at their most talkative too.
     let gateway = world.gateway_with(&[], None, "trace").await;
     gateway.ready().await;
-    let rules = serde_json::json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]);
-    let metadata = serde_json::json!({"name": "secrets", "namespace": ns});
-    world.api.make(serde_json::json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules})).await;
-    world
-        .api
-        .make(serde_json::json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "secrets"},
-            "subjects": [{"kind": "ServiceAccount", "name": "gateway", "namespace": ns}],
-        }))
-        .await;
+    let rules = json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]);
+    world.api.allow(&ns, &ns, "gateway", rules).await;
     let wrong = world.api.token(&ns, "reader", "another-audience").await;
     let mut client = gateway.client().await;
     let served = async || code(&client.allocated(&token, &ns, "monday").await) == Code::Ok;
@@ -468,16 +438,14 @@ pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
 }
 
 pub async fn calls_are_served_when_nobody_reads_the_audit(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    world.snapshot(&world.namespace, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     let mut gateway = world.gateway_with(&[], Some(writer.into()), "info").await;
     gateway.ready().await;
     let mut client = gateway.client().await;
     for _ in 0..3 {
-        assert_eq!(code(&client.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+        assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     }
     assert!(gateway.running.is_alive());
     assert_eq!(

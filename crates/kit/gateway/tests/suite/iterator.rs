@@ -9,7 +9,7 @@ use testkit::lab::{Lab, clients_table};
 use tokio::process::Command;
 
 use crate::community::{backup_account, program};
-use crate::conformance::{driver_at, gateway};
+use crate::conformance::driver_at;
 use crate::world::World;
 
 /// A client that says nothing for so long hangs; the slowest answer takes a second.
@@ -88,7 +88,7 @@ pub async fn the_communitys_iterator_meets_each_fault_as_the_page_says(world: Wo
     let behind = world.dir.path().join("behind.sock");
     let _driver = driver_at(&world, &behind, &["--changes", "40", "--tuples-per-message", "5"]).await;
     let between = Lab::before(&behind, &world.socket(), "").await;
-    let gateway = gateway(&world).await;
+    let gateway = world.published_gateway().await;
     let caller = backup_account(&world).await;
     let mut wholes = Vec::new();
     for table in [false, true] {

@@ -8,18 +8,17 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use kube::api::{Patch, PatchParams};
 use kube::client::Body;
-use kube::config::{KubeConfigOptions, Kubeconfig};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use snapshot_metadata_client::{Advice, Blocks, Client, Error, Options, Policy, Token};
+use testkit::api_server::client_of;
 use tonic::Code;
 use tonic::codegen::http::{Request, Response};
 
 use crate::community::backup_account;
 use crate::driver::{Driver, MESSAGES, STEADY_MESSAGES, TUPLES};
-use crate::world::{AUDIENCE, Files, Gateway, World, eventually};
+use crate::world::{Files, World, eventually};
 
 fn patient() -> Policy {
     Policy {
@@ -36,44 +35,9 @@ pub fn hasty() -> Policy {
     Policy { retries: 2, ..patient() }
 }
 
-/// Where a gateway is, and its authority in base64: as the driver's SnapshotMetadataService has it.
-fn place(gateway: &Gateway) -> (String, String) {
-    let ca = &gateway.files.as_ref().expect("files").ca;
-    (format!("127.0.0.1:{}", gateway.port), STANDARD.encode(ca))
-}
-
-/// Makes the object for that gateway.
-async fn publish_first(world: &World, gateway: &Gateway) {
-    let (address, ca) = place(gateway);
-    world.service(&address, AUDIENCE, &ca).await;
-}
-
-/// Changes the object.
-async fn publish(world: &World, spec: Value) {
-    let services = world.api.objects("SnapshotMetadataService", None);
-    let patch = Patch::Merge(json!({"spec": spec}));
-    services.patch(&world.driver, &PatchParams::default(), &patch).await.expect("patch");
-}
-
-/// A gateway with certificates of an authority of its own, and with that kubeconfig.
-async fn start(world: &World, config: &Path, name: &str) -> Gateway {
-    let files = Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
-    let gateway = Gateway::start(world, config, name, &arguments, Some(files));
-    gateway.ready().await;
-    gateway
-}
-
 /// A client of the API server with the rights of a backup application.
 async fn application(world: &World) -> kube::Client {
     client_of(&backup_account(world).await).await
-}
-
-async fn client_of(kubeconfig: &Path) -> kube::Client {
-    let config = Kubeconfig::read_from(kubeconfig).expect("kubeconfig");
-    let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
-    kube::Client::try_from(config.expect("a config")).expect("a client")
 }
 
 /// What the library gets about two snapshots, from the cluster's service and from the driver itself.
@@ -126,8 +90,7 @@ pub async fn a_client_finds_all_it_needs(world: World) {
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "plain-1").await;
     world.snapshot(ns, "tuesday", "plain-2").await;
-    let gateway = world.gateway(&[]).await;
-    publish_first(&world, &gateway).await;
+    let gateway = world.published_gateway().await;
     let client = Client::kubernetes(application(&world).await, ns, Options::default());
     let base = client.snapshot_handle("monday").await.expect("a handle");
     assert_eq!(base, "plain-1");
@@ -150,12 +113,8 @@ pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "plain-1").await;
     world.snapshot(ns, "unknown", "unknown-1").await;
-    world
-        .snapshot_with(ns, "new", "plain-3", |snapshot, content| {
-            snapshot.as_object_mut().expect("an object").remove("status");
-            content.as_object_mut().expect("an object").remove("status");
-        })
-        .await;
+    let new = json!({"snapshot": {"status": null}, "content": {"status": null}});
+    world.snapshot_but(ns, "new", "plain-3", new).await;
     let gateway = world.gateway(&[]).await;
     let api = application(&world).await;
     let with = |api: &kube::Client, token| {
@@ -170,7 +129,7 @@ pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
     let error = failed(&client, "monday").await;
     assert!(matches!(&error, Error::NoService { driver } if *driver == world.driver), "{error:?}");
     assert_eq!(error.advice(), Advice::FullBackup);
-    publish_first(&world, &gateway).await;
+    gateway.publish(&world).await;
     assert_eq!(rest(client.allocated("monday").await.expect("allocated")).await, listed(MESSAGES));
 
     for (snapshot, advice, words) in [
@@ -212,7 +171,7 @@ pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
         (json!({"address": "a b"}), Advice::Stop, "address is not a host and a port"),
         (json!({"address": "127.0.0.1:1"}), Advice::Retry, "Connection refused"),
     ] {
-        publish(&world, spec).await;
+        world.change_service(spec).await;
         let error = failed(&client, "monday").await;
         assert!(error.to_string().contains(words), "{words}: {error}");
         assert_eq!(error.advice(), advice, "{error}");
@@ -224,8 +183,9 @@ pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(wor
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "steady-1").await;
     let config = world.gateway_kubeconfig("gateway").await;
-    let first = start(&world, &config, "first").await;
-    publish_first(&world, &first).await;
+    let first = world.gateway_by(&config, "first", &[]);
+    first.ready().await;
+    first.publish(&world).await;
     let api = application(&world).await;
     let client = Client::kubernetes(api, ns, Options::default()).with_policy(patient());
     let mut blocks = client.delta("gone", "monday").await.expect("a delta");
@@ -245,16 +205,16 @@ pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(wor
         }
         (got, blocks.resumed())
     });
-    let second = start(&world, &config, "second").await;
-    publish(&world, json!({"address": format!("127.0.0.1:{}", second.port)})).await;
+    let second = world.gateway_by(&config, "second", &[]);
+    second.ready().await;
+    world.change_service(json!({"address": second.spec()["address"]})).await;
     eventually("it is not trusted", async || {
         let log = second.running.log();
         log.contains("BadCertificate") || log.contains("UnknownCA") || log.contains("received fatal alert")
     })
     .await;
     assert!(!reading.is_finished());
-    let (address, ca) = place(&second);
-    publish(&world, json!({"address": address, "caCert": ca})).await;
+    world.change_service(second.spec()).await;
     let (got, resumed) = reading.await.expect("no panic");
     assert_eq!(got, listed(STEADY_MESSAGES));
     assert!(resumed >= 1);
@@ -290,8 +250,7 @@ pub async fn tokens_are_renewed_before_they_end_and_when_they_are_refused(world:
     let _driver = Driver::start(&world.driver, &world.socket());
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "plain-1").await;
-    let gateway = world.gateway(&[]).await;
-    publish_first(&world, &gateway).await;
+    let _gateway = world.published_gateway().await;
     let api = application(&world).await;
     let spoil = |object: &mut Value| object["status"]["token"] = json!("spoiled");
     // What is done to which token, how many are asked for by two streams, and how they end.
@@ -336,8 +295,7 @@ pub async fn a_token_in_a_file_is_followed(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "steady-1").await;
-    let gateway = world.gateway(&[]).await;
-    publish_first(&world, &gateway).await;
+    let gateway = world.published_gateway().await;
     let (first, second) = (world.reader("first").await, world.reader("second").await);
     let path = world.dir.path().join("token");
     std::fs::write(&path, format!("{first}\n")).expect("write");
@@ -372,8 +330,7 @@ pub async fn an_api_server_that_is_away_does_not_end_a_stream(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "steady-1").await;
-    let gateway = world.gateway(&[]).await;
-    publish_first(&world, &gateway).await;
+    let _gateway = world.published_gateway().await;
     // It is away for this client alone: the other tests need it.
     let is_away = Arc::<AtomicBool>::default();
     let api = {

@@ -87,7 +87,7 @@ pub async fn metrics_are_those_of_the_reference_and_fit_the_calls(world: World) 
     let wrong = world.api.token(&ns, "reader", "another-audience").await;
     let config = world.gateway_kubeconfig("gateway").await;
     // One that manages certificates has every metric that there is.
-    let gateway = certificates::start(&world, "one", &config, "127.0.0.1:1", ["3650d", "90d", "1h"]).await;
+    let gateway = certificates::start(&world, "one", &config, ["3650d", "90d", "1h"]);
     gateway.ready().await;
     let ca = certificates::bundle(&certificates::service(&world).await.expect("the object"));
     let mut client = Client::connect(gateway.port, "127.0.0.1", &ca).await.expect("connect");

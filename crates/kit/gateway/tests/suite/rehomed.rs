@@ -40,14 +40,11 @@ async fn stays_incremental(world: World, pool: PoolKind) {
         let (name, handle) = (format!("backup-{round}"), rig.snapshot(&format!("{round}"), &volume).await);
         world.snapshot(&applications, &name, &handle).await;
         let of_own = format!("content-{own}-{name}");
-        world
-            .snapshot_with(&own, &name, &handle, |snapshot, content| {
-                snapshot["spec"]["source"] = json!({"volumeSnapshotContentName": of_own});
-                content["spec"]["source"] = json!({"snapshotHandle": handle});
-                content["spec"]["deletionPolicy"] = json!("Delete");
-            })
-            .await;
-        delete(&world, &applications, &name).await;
+        let snapshot = json!({"spec": {"source": {"persistentVolumeClaimName": null, "volumeSnapshotContentName": of_own}}});
+        let source = json!({"volumeHandle": null, "snapshotHandle": handle});
+        let bound = json!({"spec": {"source": source, "deletionPolicy": "Delete"}});
+        world.snapshot_but(&own, &name, &handle, json!({"snapshot": snapshot, "content": bound})).await;
+        world.delete_snapshot(&applications, &name).await;
 
         assert_eq!(
             code(&client.allocated(&token, &applications, &name).await),
@@ -65,17 +62,9 @@ async fn stays_incremental(world: World, pool: PoolKind) {
         content.assert_equals(&image.path, 0, SIZE as u64 / BLOCK);
         rig.detach(&claim).await;
         rig.client.delete_volume(&claim).await.expect("DeleteVolume");
-        delete(&world, &own, &name).await;
+        world.delete_snapshot(&own, &name).await;
         rig.client.delete_snapshot(&handle).await.expect("DeleteSnapshot");
         base = Some(handle);
     }
     rig.detach_and_finish(&volume).await;
-}
-
-/// Deletes a VolumeSnapshot and its content, as if the controller had.
-async fn delete(world: &World, namespace: &str, name: &str) {
-    let snapshots = world.api.objects("VolumeSnapshot", Some(namespace));
-    snapshots.delete(name, &Default::default()).await.expect("delete");
-    let contents = world.api.objects("VolumeSnapshotContent", None);
-    contents.delete(&format!("content-{namespace}-{name}"), &Default::default()).await.expect("delete");
 }

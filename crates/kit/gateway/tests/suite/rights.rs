@@ -1,5 +1,6 @@
 //! Promise: a caller gets what it may read, and an answer that says why not; never anything of another tenant.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use base64::Engine;
@@ -42,8 +43,7 @@ pub async fn a_caller_gets_what_its_rights_allow(world: World) {
     world.api.account(&ns, "nothing", json!([])).await;
     let lists = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["list", "watch"]}]);
     world.api.account(&ns, "lister", lists).await;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (gateway, mut client) = world.served(&[]).await;
     let (ok, denied) = ((OK, ""), (Code::PermissionDenied, DENIED));
     for (account, allocated, other, delta) in [
         ("whole", ok, ok, ok),
@@ -87,44 +87,27 @@ pub async fn a_caller_gets_what_its_rights_allow(world: World) {
 pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
     let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
-    let taken_at = |second: i64| {
-        move |_: &mut Value, content: &mut Value| {
-            content["status"]["creationTime"] = json!(second * 1_000_000_000);
-        }
-    };
-    world.snapshot_with(&ns, "first", "plain-1", taken_at(100)).await;
-    world.snapshot_with(&ns, "second", "plain-2", taken_at(200)).await;
+    let taken_at = |nanos: i64| json!({"content": {"status": {"creationTime": nanos}}});
+    world.snapshot_but(&ns, "first", "plain-1", taken_at(100_000_000_000)).await;
+    world.snapshot_but(&ns, "second", "plain-2", taken_at(200_000_000_000)).await;
     world.snapshot(&other, "theirs", "plain-3").await;
     // Its name is the handle of another: the handle wins.
     world.snapshot(&ns, "plain-1", "plain-4").await;
-    world
-        .snapshot_with(&ns, "of-another-volume", "plain-5", |_, content| {
-            content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "unready", "plain-6", |snapshot, content| {
-            snapshot["status"]["readyToUse"] = json!(false);
-            content["status"]["readyToUse"] = json!(false);
-        })
-        .await;
+    let of_another = json!({"content": {"spec": {"source": {"volumeHandle": "volume-2"}}}});
+    world.snapshot_but(&ns, "of-another-volume", "plain-5", of_another).await;
+    let unready = json!({"status": {"readyToUse": false}});
+    world.snapshot_but(&ns, "unready", "plain-6", json!({"snapshot": unready, "content": unready})).await;
     // Of a snapshot that was there before its content, which has no status yet.
-    world
-        .snapshot_with(&other, "theirs-too", "plain-7", |snapshot, content| {
-            snapshot["status"]["readyToUse"] = json!(false);
-            content["spec"]["source"] = json!({"snapshotHandle": "plain-7"});
-            content["status"] = json!({});
-        })
-        .await;
+    let source = json!({"volumeHandle": null, "snapshotHandle": "plain-7"});
+    let nothing = json!({"readyToUse": null, "snapshotHandle": null});
+    let content = json!({"spec": {"source": source}, "status": nothing});
+    let changes = json!({"snapshot": unready, "content": content});
+    world.snapshot_but(&other, "theirs-too", "plain-7", changes).await;
     // The same handle under another driver's content: none of this gateway's business.
-    world
-        .snapshot_with(&other, "foreign", "deleted-1", |_, content| {
-            content["spec"]["driver"] = json!("other.csi.test")
-        })
-        .await;
+    let foreign = json!({"content": {"spec": {"driver": "other.csi.test"}}});
+    world.snapshot_but(&other, "foreign", "deleted-1", foreign).await;
     let token = world.reader("reader").await;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (_gateway, mut client) = world.served(&[]).await;
     for (base, target, code, words, handle) in [
         ("plain-1", "second", OK, "", "plain-1"),
         ("first", "second", OK, "", "plain-1"),
@@ -162,10 +145,7 @@ pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace
 }
 
 pub async fn the_audience_is_the_one_of_the_snapshot_metadata_service(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let before = world.reader("reader").await;
+    let (_driver, ns, before) = world.with_snapshot("monday", "plain-1").await;
     let after = world.api.token(&ns, "reader", "another-audience").await;
     let files = Files::make(world.dir.path());
     let config = world.gateway_kubeconfig("gateway").await;
@@ -180,11 +160,7 @@ pub async fn the_audience_is_the_one_of_the_snapshot_metadata_service(world: Wor
     for (audience, good, bad) in [(AUDIENCE, &before, &after), ("another-audience", &after, &before)] {
         match audience {
             AUDIENCE => world.service("nowhere:1", audience, "YQ==").await,
-            _ => {
-                let change = kube::api::Patch::Merge(json!({"spec": {"audience": audience}}));
-                let services = world.api.objects("SnapshotMetadataService", None);
-                services.patch(&world.driver, &Default::default(), &change).await.expect("a change");
-            }
+            _ => world.change_service(json!({"audience": audience})).await,
         }
         eventually(audience, async || client.clone().allocated(good, &ns, "monday").await.is_ok()).await;
         let (code, message) = client.allocated(bad, &ns, "monday").await.expect_err("for another audience");
@@ -196,51 +172,31 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
     let ns = world.namespace.clone();
     let mut gateway = world.gateway(&[]).await;
-    let gone = |object: &mut Value, field: &str| {
-        object.as_object_mut().expect("an object").remove(field);
-    };
-    world.snapshot_with(&ns, "no-status", "plain-1", |snapshot, _| gone(snapshot, "status")).await;
-    world
-        .snapshot_with(&ns, "unbound", "plain-2", |snapshot, _| {
-            snapshot["status"] = json!({"readyToUse": false})
-        })
-        .await;
-    world.snapshot_with(&ns, "content-without-status", "plain-3", |_, content| gone(content, "status")).await;
-    world
-        .snapshot_with(&ns, "no-handle", "plain-4", |_, content| {
-            content["status"] = json!({"readyToUse": true})
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "not-ready", "plain-5", |snapshot, _| {
-            snapshot["status"]["readyToUse"] = json!(false)
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "no-content", "plain-6", |snapshot, _| {
-            snapshot["status"]["boundVolumeSnapshotContentName"] = json!("content-that-is-nowhere");
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "stolen", "plain-7", |_, content| {
-            content["spec"]["volumeSnapshotRef"]["name"] = json!("another");
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "other-uid", "plain-8", |_, content| {
-            content["spec"]["volumeSnapshotRef"]["uid"] = json!("00000000-0000-0000-0000-000000000000");
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "other-driver", "plain-9", |_, content| {
-            content["spec"]["driver"] = json!("x.csi.test")
-        })
-        .await;
-    world
-        .snapshot_with(&ns, "class-is-gone", "plain-10", |snapshot, _| {
-            snapshot["spec"]["volumeSnapshotClassName"] = json!("a-class-that-was-deleted");
-        })
-        .await;
+    let uid = "00000000-0000-0000-0000-000000000000";
+    let nowhere = "content-that-is-nowhere";
+    let deleted = "a-class-that-was-deleted";
+    for (name, handle, changes) in [
+        ("no-status", "plain-1", json!({"snapshot": {"status": null}})),
+        (
+            "unbound",
+            "plain-2",
+            json!({"snapshot": {"status": {"readyToUse": false, "boundVolumeSnapshotContentName": null}}}),
+        ),
+        ("content-without-status", "plain-3", json!({"content": {"status": null}})),
+        ("no-handle", "plain-4", json!({"content": {"status": {"snapshotHandle": null}}})),
+        ("not-ready", "plain-5", json!({"snapshot": {"status": {"readyToUse": false}}})),
+        (
+            "no-content",
+            "plain-6",
+            json!({"snapshot": {"status": {"boundVolumeSnapshotContentName": nowhere}}}),
+        ),
+        ("stolen", "plain-7", json!({"content": {"spec": {"volumeSnapshotRef": {"name": "another"}}}})),
+        ("other-uid", "plain-8", json!({"content": {"spec": {"volumeSnapshotRef": {"uid": uid}}}})),
+        ("other-driver", "plain-9", json!({"content": {"spec": {"driver": "x.csi.test"}}})),
+        ("class-is-gone", "plain-10", json!({"snapshot": {"spec": {"volumeSnapshotClassName": deleted}}})),
+    ] {
+        world.snapshot_but(&ns, name, handle, changes).await;
+    }
     world.snapshot(&ns, "whole", "plain-11").await;
     let token = world.reader("reader").await;
     let mut client = gateway.client().await;
@@ -280,21 +236,14 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
 }
 
 pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let good = world.reader("reader").await;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970").as_secs();
+    let (driver, ns, good) = world.with_snapshot("monday", "plain-1").await;
+    let (_gateway, mut client) = world.served(&[]).await;
     // One that ended an hour ago, signed by the cluster's own key; and the same with an hour to go, as the control.
-    let account = world.api.objects("ServiceAccount", Some(&ns)).get("reader").await.expect("the account");
-    let uid = account.metadata.uid.expect("a uid");
-    let signed = |begins: u64, ends: u64| sign(&world.api.signing_key(), &ns, "reader", &uid, begins, ends);
-    let expired = signed(now - 7200, now - 3600);
-    let control = signed(now - 7200, now + 3600);
-    let foreign =
-        sign(&KeyPair::generate().expect("a key").serialize_pem(), &ns, "reader", &uid, now - 60, now + 3600);
+    let key = world.api.signing_key();
+    let expired = sign(&world, &key, "reader", -7200, -3600).await;
+    let control = sign(&world, &key, "reader", -7200, 3600).await;
+    let other_key = KeyPair::generate().expect("a key").serialize_pem();
+    let foreign = sign(&world, &other_key, "reader", -60, 3600).await;
     let other_audience = world.api.token(&ns, "reader", "another-audience").await;
     let for_the_api = world.api.token(&ns, "reader", "https://kubernetes.default.svc").await;
     let tampered = format!("{}x", good);
@@ -329,12 +278,7 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
         }
     }
     // A token whose account is gone is not believed for longer than the cache says.
-    world
-        .api
-        .objects("ServiceAccount", Some(&ns))
-        .delete("reader", &Default::default())
-        .await
-        .expect("delete");
+    world.api.delete("ServiceAccount", Some(&ns), "reader").await;
     let deadline = Instant::now() + Duration::from_secs(30);
     while code(&client.allocated(&good, &ns, "monday").await) == OK {
         assert!(Instant::now() < deadline, "a deleted account's token is still believed");
@@ -343,9 +287,22 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     assert!(driver.seen.allocated.lock().len() >= 2);
 }
 
-/// A token of a service account, signed with `key` (ES256).
-pub fn sign(key: &str, namespace: &str, account: &str, uid: &str, begins: u64, ends: u64) -> String {
+/// A token of an account by the cluster's own key that ended an hour ago, in a file.
+pub async fn expired_token(world: &World, account: &str) -> PathBuf {
+    let file = world.dir.path().join("expired");
+    let token = sign(world, &world.api.signing_key(), account, -7200, -3600).await;
+    std::fs::write(&file, token).expect("write");
+    file
+}
+
+/// A token of a service account, signed with `key` (ES256). It begins and ends so many seconds from now.
+async fn sign(world: &World, key: &str, account: &str, begins: i64, ends: i64) -> String {
     use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
+    let namespace = &world.namespace;
+    let object = world.api.objects("ServiceAccount", Some(namespace)).get(account).await;
+    let uid = object.expect("the account").metadata.uid.expect("a uid");
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970").as_secs() as i64;
+    let (begins, ends) = (now + begins, now + ends);
     let pair = KeyPair::from_pem(key).expect("a key");
     let random = ring::rand::SystemRandom::new();
     let signer = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &pair.serialize_der(), &random);
@@ -363,21 +320,12 @@ pub fn sign(key: &str, namespace: &str, account: &str, uid: &str, begins: u64, e
 pub async fn secrets_of_the_class_reach_the_driver(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
     let ns = world.namespace.clone();
-    let class = |name: &str, secret: &str, namespace: &str| {
-        json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
-            "metadata": {"name": format!("{ns}-{name}")}, "driver": world.driver, "deletionPolicy": "Delete",
-            "parameters": {
-                "csi.storage.k8s.io/snapshotter-secret-name": secret,
-                "csi.storage.k8s.io/snapshotter-secret-namespace": namespace,
-            },
-        })
-    };
-    world.api.make(class("fixed", "one", &ns)).await;
-    world.api.make(class("template", "for-${volumesnapshot.name}", "${volumesnapshot.namespace}")).await;
-    world.api.make(class("missing", "nowhere", &ns)).await;
-    world.api.make(class("wrong", "${pvc.name}", &ns)).await;
-    world.api.make(class("forbidden", "one", "kube-system")).await;
+    world.class("fixed", "one", &ns).await;
+    world.class("template", "for-${volumesnapshot.name}", "${volumesnapshot.namespace}").await;
+    world.class("missing", "nowhere", &ns).await;
+    world.class("wrong", "${pvc.name}", &ns).await;
+    world.class("forbidden", "one", "kube-system").await;
+    world.class("binary", "binary", &ns).await;
     for (name, value) in [("one", "aGVsbG8="), ("for-templated", "d29ybGQ="), ("binary", "/w==")] {
         let metadata = json!({"name": name, "namespace": ns});
         world
@@ -385,7 +333,6 @@ pub async fn secrets_of_the_class_reach_the_driver(world: World) {
             .make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"key": value}}))
             .await;
     }
-    world.api.make(class("binary", "binary", &ns)).await;
     for name in ["fixed", "templated", "missing", "wrong", "forbidden", "binary", "none"] {
         let class = match name {
             "none" => None,
@@ -407,16 +354,7 @@ pub async fn secrets_of_the_class_reach_the_driver(world: World) {
     // The manifests grant it one Secret by name; here they are in the test's own namespace.
     let rules = json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"],
         "resourceNames": ["one", "for-templated", "nowhere", "binary"]}]);
-    let metadata = json!({"name": "secrets", "namespace": ns});
-    world.api.make(json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules})).await;
-    world
-        .api
-        .make(json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "secrets"},
-            "subjects": [{"kind": "ServiceAccount", "name": "gateway", "namespace": ns}],
-        }))
-        .await;
+    world.api.allow(&ns, &ns, "gateway", rules).await;
     let mut client = gateway.client().await;
     // Until the API server's own cache of roles has it.
     let first = client.allocated(&token, &ns, "fixed").await;
@@ -455,14 +393,10 @@ pub async fn secrets_of_the_class_reach_the_driver(world: World) {
 }
 
 pub async fn rights_that_are_taken_away_end_within_the_time_of_the_cache(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
-    let gateway = world.gateway(&["--review-cache=3s"]).await;
-    let mut client = gateway.client().await;
+    let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
+    let (_gateway, mut client) = world.served(&["--review-cache=3s"]).await;
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), OK);
-    world.api.objects("RoleBinding", Some(&ns)).delete("reader", &Default::default()).await.expect("delete");
+    world.api.delete("RoleBinding", Some(&ns), "reader").await;
     let taken = Instant::now();
     let mut answers = Vec::new();
     loop {

@@ -23,20 +23,28 @@ async fn open(
     answer.map(tonic::Response::into_inner).map_err(said)
 }
 
-/// A world with one snapshot of that handle, and a token that may read it.
-async fn with_snapshot(world: &World, handle: &str) -> (Driver, String) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    world.snapshot(&world.namespace, "snapshot", handle).await;
-    (driver, world.reader("reader").await)
+/// A stream that has sent its first message.
+async fn begun(
+    client: &mut Client,
+    token: &str,
+    namespace: &str,
+    name: &str,
+) -> Streaming<GetMetadataAllocatedResponse> {
+    let mut stream = open(client, token, namespace, name).await.expect("a stream");
+    assert!(stream.message().await.expect("a message").is_some());
+    stream
+}
+
+/// Why one is not opened.
+async fn refused(client: &mut Client, token: &str, namespace: &str) -> (Code, String) {
+    open(client, token, namespace, "snapshot").await.map(drop).expect_err("too many")
 }
 
 pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
-    let (driver, token) = with_snapshot(&world, "plain-1").await;
-    let ns = &world.namespace;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (driver, ns, token) = world.with_snapshot("snapshot", "plain-1").await;
+    let (gateway, mut client) = world.served(&[]).await;
     let request =
-        GetMetadataAllocatedRequest { starting_offset: 77, max_results: 5, ..about(&token, ns, "snapshot") };
+        GetMetadataAllocatedRequest { starting_offset: 77, max_results: 5, ..about(&token, &ns, "snapshot") };
     let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
     let mut numbers = 0;
     while let Some(message) = stream.message().await.expect("a message") {
@@ -50,7 +58,7 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
     assert_eq!(numbers, MESSAGES * TUPLES);
     let asked = driver.seen.allocated.lock().pop().expect("a request");
     assert_eq!((asked.starting_offset, asked.max_results), (77, 5));
-    let (messages, tuples) = client.delta(&token, ns, "deleted", "snapshot").await.expect("a delta");
+    let (messages, tuples) = client.delta(&token, &ns, "deleted", "snapshot").await.expect("a delta");
     assert_eq!((messages as i64, tuples.len() as i64), (MESSAGES, MESSAGES * TUPLES));
     let counted = gateway.metric(r#"deltapath_gateway_stream_tuples_total{method="GetMetadataDelta"}"#).await;
     assert_eq!(counted, (MESSAGES * TUPLES) as f64);
@@ -61,7 +69,7 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
         let request = GetMetadataAllocatedRequest {
             starting_offset: offset,
             max_results: results,
-            ..about(&token, ns, "snapshot")
+            ..about(&token, &ns, "snapshot")
         };
         assert_eq!(client.0.get_metadata_allocated(request).await.expect_err("refused").code(), expected);
     }
@@ -69,27 +77,24 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
 }
 
 pub async fn the_drivers_own_codes_and_messages_pass(world: World) {
-    let (_driver, token) = with_snapshot(&world, "midway-1").await;
-    let ns = &world.namespace;
-    world.snapshot(ns, "unknown", "unknown-1").await;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
-    let mut stream = open(&mut client, &token, ns, "snapshot").await.expect("a stream");
+    let (_driver, ns, token) = world.with_snapshot("snapshot", "midway-1").await;
+    world.snapshot(&ns, "unknown", "unknown-1").await;
+    let (gateway, mut client) = world.served(&[]).await;
+    let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
     for _ in 0..MESSAGES {
         assert!(stream.message().await.expect("a message").is_some());
     }
     let status = stream.message().await.expect_err("the driver's error");
     assert_eq!((status.code(), status.message()), (Code::DataLoss, "block 7 is gone: ünreadable"));
     assert_eq!(status.details(), b"detail");
-    let answer = client.allocated(&token, ns, "unknown").await;
+    let answer = client.allocated(&token, &ns, "unknown").await;
     assert_eq!(answer, Err((Code::NotFound, "snapshot unknown-1 does not exist".into())));
     let line = gateway.audit().into_iter().find(|line| line["code"] == "DataLoss").expect("an audit line");
     assert_eq!(line["tuples"], MESSAGES * TUPLES);
 }
 
 pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: World) {
-    let (driver, token) = with_snapshot(&world, "endless-1").await;
-    let ns = world.namespace.clone();
+    let (driver, ns, token) = world.with_snapshot("snapshot", "endless-1").await;
     world.snapshot(&ns, "quick", "plain-1").await;
     world.snapshot(&ns, "slow", "slow-1").await;
     let gateway = world.gateway(&["--idle-timeout=3s"]).await;
@@ -97,14 +102,12 @@ pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: Wor
     let mut stalled = Vec::new();
     for _ in 0..STALLED {
         let mut client = gateway.client().await;
-        let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
-        assert!(stream.message().await.expect("a message").is_some());
+        let stream = begun(&mut client, &token, &ns, "snapshot").await;
         stalled.push((client, stream));
     }
     // One whose driver has nothing to say waits longer than that, and is not the client's fault.
     let mut waiting = gateway.client().await;
-    let mut patient = open(&mut waiting, &token, &ns, "slow").await.expect("a stream");
-    assert!(patient.message().await.expect("a message").is_some());
+    let mut patient = begun(&mut waiting, &token, &ns, "slow").await;
     let patient = tokio::spawn(async move { patient.message().await.map(|_| ()) });
     let before = gateway.memory();
     // One that reads on is never ended, however long it takes.
@@ -153,16 +156,13 @@ pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: Wor
 }
 
 pub async fn cancel_and_deadline_reach_the_driver(world: World) {
-    let (driver, token) = with_snapshot(&world, "slow-1").await;
-    let ns = world.namespace.clone();
+    let (driver, ns, token) = world.with_snapshot("snapshot", "slow-1").await;
     world.snapshot(&ns, "endless", "endless-1").await;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (gateway, mut client) = world.served(&[]).await;
     let open_now = || *driver.seen.open.lock();
     for name in ["snapshot", "endless"] {
         // The client goes, before or after the first message.
-        let mut stream = open(&mut client, &token, &ns, name).await.expect("a stream");
-        assert!(stream.message().await.expect("a message").is_some());
+        let stream = begun(&mut client, &token, &ns, name).await;
         drop(stream);
         let gone = Instant::now();
         eventually("the driver's stream is cancelled", async || open_now() == 0).await;
@@ -201,26 +201,24 @@ pub async fn cancel_and_deadline_reach_the_driver(world: World) {
 }
 
 pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
-    let (driver, token) = with_snapshot(&world, "endless-1").await;
-    let ns = world.namespace.clone();
+    let (driver, ns, token) = world.with_snapshot("snapshot", "endless-1").await;
     let others = [world.reader("second").await, world.reader("third").await];
-    let gateway = world.gateway(&["--max-streams=5", "--max-streams-per-client=2"]).await;
-    let mut client = gateway.client().await;
+    let (_gateway, mut client) = world.served(&["--max-streams=5", "--max-streams-per-client=2"]).await;
     let mut streams = Vec::new();
     for token in [&token, &token, &others[0], &others[0], &others[1]] {
         streams.push(open(&mut client, token, &ns, "snapshot").await.expect("a stream"));
     }
-    let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
-    assert_eq!(refused.0, Code::ResourceExhausted);
-    let refused = open(&mut client, &others[1], &ns, "snapshot").await.map(drop).expect_err("too many");
-    assert!(refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams)"), "{refused:?}");
+    let (code, message) = refused(&mut client, &token, &ns).await;
+    assert_eq!(code, Code::ResourceExhausted, "{message}");
+    let (code, message) = refused(&mut client, &others[1], &ns).await;
+    assert!(code == Code::ResourceExhausted && message.contains("--max-streams)"), "{code:?} {message}");
     // A client that has used up its own streams gets that error, however many the others have left.
     streams.drain(2..).for_each(drop);
     eventually("their places are free", async || *driver.seen.open.lock() == 2).await;
-    let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
+    let (code, message) = refused(&mut client, &token, &ns).await;
     assert!(
-        refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams-per-client"),
-        "{refused:?}"
+        code == Code::ResourceExhausted && message.contains("--max-streams-per-client"),
+        "{code:?} {message}"
     );
     streams.clear();
     eventually("all places are free", async || *driver.seen.open.lock() == 0).await;
@@ -228,22 +226,17 @@ pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
 }
 
 pub async fn a_stream_outlives_the_deletion_of_its_snapshot(world: World) {
-    let (_driver, token) = with_snapshot(&world, "endless-1").await;
-    let ns = &world.namespace;
-    let gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
-    let mut stream = open(&mut client, &token, ns, "snapshot").await.expect("a stream");
-    let objects = world.api.objects("VolumeSnapshot", Some(ns));
-    objects.delete("snapshot", &Default::default()).await.expect("delete");
-    let contents = world.api.objects("VolumeSnapshotContent", None);
-    contents.delete(&format!("content-{ns}-snapshot"), &Default::default()).await.expect("delete");
+    let (_driver, ns, token) = world.with_snapshot("snapshot", "endless-1").await;
+    let (gateway, mut client) = world.served(&[]).await;
+    let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
+    world.delete_snapshot(&ns, "snapshot").await;
     let mut other = gateway.client().await;
     eventually("a new stream is refused", async || {
-        let refused = open(&mut other.clone(), &token, ns, "snapshot").await.map(drop);
+        let refused = open(&mut other.clone(), &token, &ns, "snapshot").await.map(drop);
         matches!(refused, Err((Code::NotFound, _)))
     })
     .await;
-    assert_eq!(code(&other.allocated(&token, ns, "snapshot").await), Code::NotFound);
+    assert_eq!(code(&other.allocated(&token, &ns, "snapshot").await), Code::NotFound);
     // More than client, gateway and driver's socket hold of it.
     for number in 0..10_000 {
         let message = stream.message().await.expect("a message").expect("one more");
@@ -252,24 +245,21 @@ pub async fn a_stream_outlives_the_deletion_of_its_snapshot(world: World) {
 }
 
 pub async fn a_driver_may_go_and_come_back(world: World) {
-    let (driver, token) = with_snapshot(&world, "slow-1").await;
-    let ns = world.namespace.clone();
+    let (driver, ns, token) = world.with_snapshot("snapshot", "slow-1").await;
     world.snapshot(&ns, "quick", "plain-1").await;
-    let mut gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (mut gateway, mut client) = world.served(&[]).await;
     for round in 0..3 {
         assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok, "{round}");
     }
     // What probes of Kubernetes and load balancers ask over gRPC.
-    let ca = &gateway.files.as_ref().expect("files").ca;
-    let probe = HealthClient::new(Client::channel(gateway.port, HOST, ca).await.expect("connect"));
+    let channel = Client::channel(gateway.port, HOST, gateway.ca()).await.expect("connect");
+    let probe = HealthClient::new(channel);
     let health = async || {
         let request = HealthCheckRequest { service: "snapshotmetadata.SnapshotMetadata".into() };
         probe.clone().check(request).await.expect("an answer").into_inner().status()
     };
     eventually("health follows", async || health().await == ServingStatus::Serving).await;
-    let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
-    assert!(stream.message().await.expect("a message").is_some());
+    let mut stream = begun(&mut client, &token, &ns, "snapshot").await;
     drop(driver);
     let status = stream.message().await.expect_err("the driver is gone, and that is no OK");
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
@@ -286,7 +276,7 @@ pub async fn a_driver_may_go_and_come_back(world: World) {
 
 /// A client's machine that is gone says nothing: no packet comes any more. Between the two stands a relay that stops.
 pub async fn a_client_that_is_gone_without_a_word_is_noticed(world: World) {
-    let (driver, token) = with_snapshot(&world, "slow-1").await;
+    let (driver, ns, token) = world.with_snapshot("snapshot", "slow-1").await;
     let gateway = world.gateway(&[]).await;
     let relay = TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let port = relay.local_addr().expect("address").port();
@@ -302,10 +292,8 @@ pub async fn a_client_that_is_gone_without_a_word_is_noticed(world: World) {
         // Open still, and read by nobody.
         (client, server)
     });
-    let ca = &gateway.files.as_ref().expect("files").ca;
-    let mut client = Client::connect(port, HOST, ca).await.expect("connect");
-    let mut stream = open(&mut client, &token, &world.namespace, "snapshot").await.expect("a stream");
-    assert!(stream.message().await.expect("a message").is_some());
+    let mut client = Client::connect(port, HOST, gateway.ca()).await.expect("connect");
+    let stream = begun(&mut client, &token, &ns, "snapshot").await;
     assert_eq!(*driver.seen.open.lock(), 1);
     stop.send(()).expect("the relay works");
     let held = relay.await.expect("the relay");
@@ -321,20 +309,16 @@ pub async fn a_driver_without_the_service_is_reported(world: World) {
     let _driver = Driver::start_with(&world.driver, &world.socket(), false);
     world.snapshot(&world.namespace, "snapshot", "plain-1").await;
     let token = world.reader("reader").await;
-    let mut gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
+    let (mut gateway, mut client) = world.served(&[]).await;
     let answer = client.allocated(&token, &world.namespace, "snapshot").await;
     assert_eq!(code(&answer), Code::Unimplemented, "{answer:?}");
     assert!(gateway.running.is_alive());
 }
 
 pub async fn a_stop_lets_streams_end(world: World) {
-    let (driver, token) = with_snapshot(&world, "endless-1").await;
-    let ns = world.namespace.clone();
-    let mut gateway = world.gateway(&["--drain=30s"]).await;
-    let mut client = gateway.client().await;
-    let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
-    assert!(stream.message().await.expect("a message").is_some());
+    let (driver, ns, token) = world.with_snapshot("snapshot", "endless-1").await;
+    let (mut gateway, mut client) = world.served(&["--drain=30s"]).await;
+    let mut stream = begun(&mut client, &token, &ns, "snapshot").await;
     gateway.running.signal(Signal::SIGTERM);
     gateway.until("/readyz", "unready", |(status, _)| *status == 503).await;
     for _ in 0..100 {
@@ -348,11 +332,7 @@ pub async fn a_stop_lets_streams_end(world: World) {
     eventually("the driver's stream ends", async || *driver.seen.open.lock() == 0).await;
     // And where a client does not end its stream, the time is over at some point.
     let config = world.gateway_kubeconfig("second-gateway").await;
-    let files = crate::world::Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments =
-        ["--audience", crate::world::AUDIENCE, "--tls-cert", &chain, "--tls-key", &key, "--drain=1s"];
-    let mut gateway = crate::world::Gateway::start(&world, &config, "second", &arguments, Some(files));
+    let mut gateway = world.gateway_by(&config, "second", &["--drain=1s"]);
     gateway.ready().await;
     let mut client = gateway.client().await;
     let _stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");

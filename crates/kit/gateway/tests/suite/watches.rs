@@ -4,10 +4,10 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use kube::Api;
-use kube::api::{DynamicObject, ListParams, Patch, PatchParams};
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::api::{DynamicObject, ListParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::json;
+use testkit::api_server::client_of;
 use tonic::Code;
 
 use crate::cost::{Bridge, Link};
@@ -22,8 +22,8 @@ async fn may_watch_contents(world: &World, config: &Path, may: bool) {
     let role = format!("{}-gateway", world.namespace);
     let rule = |resources: &[&str], verbs: &[&str]| json!({"apiGroups": ["snapshot.storage.k8s.io"], "resources": resources, "verbs": verbs});
     let watch = ["get", "list", "watch"];
-    let roles = world.api.objects("ClusterRole", None);
-    let mut rules = roles.get(&role).await.expect("the role").data["rules"].clone();
+    let mut rules =
+        world.api.objects("ClusterRole", None).get(&role).await.expect("the role").data["rules"].clone();
     rules.as_array_mut().expect("rules").retain(|rule| {
         let names = |name: &str| rule["resources"].as_array().is_some_and(|all| all.contains(&json!(name)));
         !names("volumesnapshots") && !names("volumesnapshotcontents")
@@ -31,14 +31,10 @@ async fn may_watch_contents(world: &World, config: &Path, may: bool) {
     let contents = if may { &watch[..] } else { &watch[..1] };
     let new = [rule(&["volumesnapshots"], &watch), rule(&["volumesnapshotcontents"], contents)];
     rules.as_array_mut().expect("rules").extend(new);
-    let patch = Patch::Merge(json!({"rules": rules}));
-    roles.patch(&role, &PatchParams::default(), &patch).await.expect("patch");
+    world.api.merge("ClusterRole", None, &role, json!({"rules": rules})).await;
     // The API server has to see that too.
-    let config = Kubeconfig::read_from(config).expect("a kubeconfig");
-    let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
-    let client = kube::Client::try_from(config.expect("a config")).expect("a client");
     let kind = GroupVersionKind::gvk("snapshot.storage.k8s.io", "v1", "VolumeSnapshotContent");
-    let contents: Api<DynamicObject> = Api::all_with(client, &ApiResource::from_gvk(&kind));
+    let contents: Api<DynamicObject> = Api::all_with(client_of(config).await, &ApiResource::from_gvk(&kind));
     eventually("the right counts", async || {
         contents.list(&ListParams::default().limit(1)).await.is_ok() == may
     })
@@ -53,10 +49,7 @@ pub async fn no_base_is_taken_for_deleted_before_all_contents_are_listed(world: 
     let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
     may_watch_contents(&world, &config, false).await;
-    let files = Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
-    let gateway = Gateway::start(&world, &config, "gateway", &arguments, Some(files));
+    let gateway = world.gateway_by(&config, "gateway", &[]);
     gateway.until("/readyz", "listing", |(_, text)| text.contains("not listed yet")).await;
     let mut client = gateway.client().await;
     for _ in 0..3 {

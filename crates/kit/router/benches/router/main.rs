@@ -9,7 +9,7 @@ mod nodes;
 mod transfer;
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,6 @@ use proto::{
 };
 use rustls::pki_types::ServerName;
 use serve::identity::Role;
-use serve::mutual::{Files, Mutual};
 use testkit::PoolKind;
 use testkit::bench::{HEADS, Process, median, ms, row};
 use tokio::net::{TcpStream, UnixStream};
@@ -111,14 +110,7 @@ impl Simulated {
             authority.issue(dir.path(), &key_of(number), &uri(&format!("node/{}", key_of(number))));
         }
         let this = std::env::current_exe().expect("this program");
-        let nodes = Command::new(this)
-            .arg(NODES)
-            .arg(dir.path())
-            .arg(count.to_string())
-            .stdin(Stdio::null())
-            .spawn()
-            .expect("start the bench again");
-        let nodes = Process(nodes);
+        let nodes = Process::start(Command::new(this).arg(NODES).arg(dir.path()).arg(count.to_string()));
         let ports = dir.path().join("ports");
         eventually("the nodes serve", async || ports.exists()).await;
         let ports = std::fs::read_to_string(ports).expect("the ports");
@@ -151,11 +143,7 @@ async fn read_long(client: &mut SnapshotMetadataClient<Channel>) -> Duration {
 
 async fn stream() {
     let simulated = Simulated::start(1).await;
-    let dir = simulated.authority_dir.path();
-    let file = |end: &str| dir.join(format!("router.{end}"));
-    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
-    let tls = Mutual::new(files, Role::Router);
-    tls.load().expect("certificates");
+    let tls = nodes::tls(simulated.authority_dir.path(), "router", Role::Router);
     let (config, address) = (tls.client().expect("loaded"), Arc::new(simulated.endpoints[0].clone()));
     let connect = tower::service_fn(move |_: Uri| {
         let (config, address) = (config.clone(), address.clone());

@@ -32,6 +32,15 @@ pub fn key_of(number: usize) -> String {
     format!("{number:08x}")
 }
 
+/// TLS with the files of this name.
+pub fn tls(dir: &Path, name: &str, role: Role) -> Arc<Mutual> {
+    let file = |end: &str| dir.join(format!("{name}.{end}"));
+    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
+    let tls = Mutual::new(files, role);
+    tls.load().expect("certificates");
+    tls
+}
+
 struct Node {
     key: String,
     volumes: Vec<Entry>,
@@ -52,10 +61,7 @@ pub async fn serve(dir: &Path, count: usize, volumes: usize) {
     let mut ports = Vec::new();
     for number in 0..count {
         let key = key_of(number);
-        let file = |end: &str| dir.join(format!("{key}.{end}"));
-        let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
-        let tls = Mutual::new(files, Role::Node(key.clone()));
-        tls.load().expect("certificates");
+        let tls = tls(dir, &key, Role::Node(key.clone()));
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("listen");
         ports.push(listener.local_addr().expect("an address").port().to_string());
         let topology = proto::Topology { segments: segments(&key) };

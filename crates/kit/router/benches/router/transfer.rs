@@ -5,21 +5,21 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, from_snapshot, new_volume};
 use files::AlignedBuffer;
 use rustls::pki_types::ServerName;
 use serve::identity::Role;
-use serve::mutual::{Files, Mutual};
 use testkit::PoolKind;
 use testkit::bench::{median, row, write_direct};
-use testkit::cluster::{Cluster, patiently};
+use testkit::cluster::{Cluster, patiently, within};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::nodes::tls;
 
 /// Bytes of data in the volume, and its size.
 const DATA: u64 = 1 << 30;
@@ -28,19 +28,11 @@ const PIECE: usize = 1 << 20;
 const BLOCK: usize = 4096;
 const ROUNDS: usize = 5;
 
-fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
-    let file = |end: &str| cluster.dir.path().join(format!("{name}.{end}"));
-    let tls =
-        Mutual::new(Files { certificate: file("crt"), key: file("key"), authorities: file("ca") }, role);
-    tls.load().expect("certificates");
-    tls
-}
-
 /// Both ends of a connection from the second node to the first.
 fn ends(cluster: &Cluster) -> (TlsAcceptor, TlsConnector) {
     let of = |node: usize| {
         let node = &cluster.nodes[node];
-        tls(cluster, &node.name(), Role::Node(node.key.clone()))
+        tls(cluster.dir.path(), &node.name(), Role::Node(node.key.clone()))
     };
     (of(0).server().expect("loaded").into(), of(1).client().expect("loaded").into())
 }
@@ -155,9 +147,7 @@ pub async fn transfer() {
             let copied = bare_copy(&cluster, &data, &bench_file).await;
             let mut request = new_volume(&format!("copy {round}"), SIZE, block_capability());
             request.volume_content_source = Some(from_snapshot(&snapshot));
-            let requisite = vec![cluster.nodes[1].topology()];
-            request.accessibility_requirements =
-                Some(proto::TopologyRequirement { requisite, preferred: Vec::new() });
+            let request = within(&[cluster.nodes[1].topology()], request);
             let begun = Instant::now();
             let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
             let took = begun.elapsed();

@@ -19,7 +19,6 @@ struct Object {
     id: String,
 }
 
-/// An entry of ListSnapshots.
 type SnapshotEntry = proto::list_snapshots_response::Entry;
 
 /// A message whose first field holds such an object.

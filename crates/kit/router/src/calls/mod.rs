@@ -57,7 +57,6 @@ enum Target {
 
 /// Routes calls to nodes.
 pub struct Router {
-    /// The nodes.
     pub nodes: Arc<Nodes>,
     /// Answers under way.
     pub streams: Arc<Streams<Record>>,

@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{ListParams, PostParams};
 use kube::{Api, Client};
-use serve::certificates::{Lifetimes, SecretError, State, secret};
+use serve::certificates::{Error, Lifetimes, State, secret};
 
 pub use request::{NodeCertificate, request};
 
@@ -73,19 +73,6 @@ fn cluster(text: &str) -> Result<String, String> {
         true => Ok(text.to_owned()),
         false => Err("the name of a cluster has lower case letters, digits, dots and dashes".into()),
     }
-}
-
-/// Why a step failed; it is tried again.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("{0}")]
-    Api(&'static str, #[source] kube::Error),
-    #[error("make a certificate")]
-    Issue(#[from] serve::certificates::Error),
-    #[error(transparent)]
-    Secret(#[from] SecretError),
-    #[error("the API server does not answer")]
-    Late,
 }
 
 /// Serves until a signal.

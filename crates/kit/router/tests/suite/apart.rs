@@ -7,9 +7,8 @@ use std::sync::{Arc, Mutex};
 use bytes::Bytes;
 use csi_client::{block_capability, delta_of, from_snapshot, new_volume};
 use prost::Message;
-use proto::TopologyRequirement;
 use proto::node::{DescribeResponse, FindResponse};
-use testkit::cluster::{Cluster, Router};
+use testkit::cluster::{Cluster, within};
 use testkit::{MIB, PoolKind};
 
 use crate::strangers::{agreed, described, play};
@@ -69,29 +68,34 @@ fn listening(pid: u32) -> Vec<u16> {
     ports
 }
 
+/// The answer to a call with the secret, these fields and no others.
+macro_rules! secretly {
+    ($client:ident.$service:ident.$call:ident, $request:ident { $($field:ident: $value:expr),* }) => {{
+        #[allow(clippy::needless_update)]
+        let request = proto::$request { secrets: secrets(), $($field: $value,)* ..Default::default() };
+        $client.$service.$call(request).await.expect(stringify!($call)).into_inner()
+    }};
+}
+
 #[apply(device_test)]
 async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
     let mut cluster = Cluster::empty();
     cluster.add_node(PoolKind::Dir, &["--enable-attach"]).await;
     let (address, seen) = curious(&cluster).await;
     let endpoints = [cluster.endpoints(), vec![address]].concat();
-    cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
-    cluster.router().sees(2).await;
+    cluster.route(&endpoints, &[], 2).await;
     let mut client = cluster.client();
-    let mut request = new_volume("secretive", 16 * MIB, block_capability());
+    let request = new_volume("secretive", 16 * MIB, block_capability());
+    let mut request = within(&[cluster.nodes[0].topology()], request);
     request.secrets = secrets();
-    request.accessibility_requirements =
-        Some(TopologyRequirement { requisite: vec![cluster.nodes[0].topology()], preferred: Vec::new() });
     let volume_id = client.create_volume(request.clone()).await.expect("CreateVolume").volume_id;
+    let (id, node_id) = (|| volume_id.clone(), || cluster.nodes[0].name());
     let mut snapshots = Vec::new();
     for name in ["secretive", "later"] {
-        let snapshot = proto::CreateSnapshotRequest {
-            name: name.to_owned(),
-            source_volume_id: volume_id.clone(),
-            secrets: secrets(),
-            ..Default::default()
-        };
-        let taken = client.controller.create_snapshot(snapshot).await.expect("CreateSnapshot").into_inner();
+        let taken = secretly!(
+            client.controller.create_snapshot,
+            CreateSnapshotRequest { name: name.to_owned(), source_volume_id: id() }
+        );
         snapshots.push(taken.snapshot.expect("a snapshot").snapshot_id);
     }
     let [snapshot_id, later_id] = &snapshots[..] else { unreachable!("two were taken") };
@@ -100,99 +104,77 @@ async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
     request.volume_content_source = Some(from_snapshot(snapshot_id));
     let copy = client.create_volume(request).await.expect("CreateVolume").volume_id;
     assert_eq!(cluster.node_of(&copy), 0);
-    let group = proto::CreateVolumeGroupSnapshotRequest {
-        name: "secretive".to_owned(),
-        source_volume_ids: vec![volume_id.clone(), copy.clone()],
-        secrets: secrets(),
-        ..Default::default()
-    };
-    let group = client.groups.create_volume_group_snapshot(group).await.expect("CreateVolumeGroupSnapshot");
-    let group = group.into_inner().group_snapshot.expect("a group");
-    let snapshot_ids: Vec<_> = group.snapshots.into_iter().map(|member| member.snapshot_id).collect();
-    let get = proto::GetVolumeGroupSnapshotRequest {
-        group_snapshot_id: group.group_snapshot_id.clone(),
-        snapshot_ids: snapshot_ids.clone(),
-        secrets: secrets(),
-    };
-    client.groups.get_volume_group_snapshot(get).await.expect("GetVolumeGroupSnapshot");
-    let delete = proto::DeleteVolumeGroupSnapshotRequest {
-        group_snapshot_id: group.group_snapshot_id.clone(),
-        snapshot_ids,
-        secrets: secrets(),
-    };
-    client.groups.delete_volume_group_snapshot(delete).await.expect("DeleteVolumeGroupSnapshot");
-    let modify = proto::ControllerModifyVolumeRequest {
-        volume_id: volume_id.clone(),
-        secrets: secrets(),
-        mutable_parameters: [("readAheadKiB".to_owned(), "512".to_owned())].into(),
-    };
-    client.controller.controller_modify_volume(modify).await.expect("ControllerModifyVolume");
-    let publish = proto::ControllerPublishVolumeRequest {
-        volume_id: volume_id.clone(),
-        node_id: cluster.nodes[0].name(),
-        volume_capability: Some(block_capability()),
-        secrets: secrets(),
-        ..Default::default()
-    };
-    client.controller.controller_publish_volume(publish).await.expect("ControllerPublishVolume");
-    let unpublish = proto::ControllerUnpublishVolumeRequest {
-        volume_id: volume_id.clone(),
-        node_id: cluster.nodes[0].name(),
-        secrets: secrets(),
-    };
-    client.controller.controller_unpublish_volume(unpublish).await.expect("ControllerUnpublishVolume");
-    let expand = proto::ControllerExpandVolumeRequest {
-        volume_id: volume_id.clone(),
-        capacity_range: Some(proto::CapacityRange { required_bytes: 32 * MIB, limit_bytes: 0 }),
-        secrets: secrets(),
-        ..Default::default()
-    };
-    client.controller.controller_expand_volume(expand).await.expect("ControllerExpandVolume");
-    let validate = proto::ValidateVolumeCapabilitiesRequest {
-        volume_id: volume_id.clone(),
-        volume_capabilities: vec![block_capability()],
-        secrets: secrets(),
-        ..Default::default()
-    };
-    client.controller.validate_volume_capabilities(validate).await.expect("ValidateVolumeCapabilities");
-    let health = proto::ControllerGetVolumeHealthRequest { volume_id: volume_id.clone(), secrets: secrets() };
-    client.controller.controller_get_volume_health(health).await.expect("ControllerGetVolumeHealth");
-    let get = proto::GetSnapshotRequest { snapshot_id: snapshot_id.clone(), secrets: secrets() };
-    client.controller.get_snapshot(get).await.expect("GetSnapshot");
-    for list in [
-        proto::ListSnapshotsRequest { snapshot_id: snapshot_id.clone(), ..Default::default() },
-        proto::ListSnapshotsRequest { source_volume_id: volume_id.clone(), ..Default::default() },
+    let both = vec![id(), copy.clone()];
+    let group = secretly!(
+        client.groups.create_volume_group_snapshot,
+        CreateVolumeGroupSnapshotRequest { name: "secretive".to_owned(), source_volume_ids: both }
+    );
+    let group = group.group_snapshot.expect("a group");
+    let members: Vec<_> = group.snapshots.into_iter().map(|member| member.snapshot_id).collect();
+    let group_id = group.group_snapshot_id;
+    secretly!(
+        client.groups.get_volume_group_snapshot,
+        GetVolumeGroupSnapshotRequest { group_snapshot_id: group_id.clone(), snapshot_ids: members.clone() }
+    );
+    secretly!(
+        client.groups.delete_volume_group_snapshot,
+        DeleteVolumeGroupSnapshotRequest { group_snapshot_id: group_id.clone(), snapshot_ids: members }
+    );
+    let parameters = [("readAheadKiB".to_owned(), "512".to_owned())].into();
+    secretly!(
+        client.controller.controller_modify_volume,
+        ControllerModifyVolumeRequest { volume_id: id(), mutable_parameters: parameters }
+    );
+    let block = || Some(block_capability());
+    secretly!(
+        client.controller.controller_publish_volume,
+        ControllerPublishVolumeRequest { volume_id: id(), node_id: node_id(), volume_capability: block() }
+    );
+    secretly!(
+        client.controller.controller_unpublish_volume,
+        ControllerUnpublishVolumeRequest { volume_id: id(), node_id: node_id() }
+    );
+    let range = Some(proto::CapacityRange { required_bytes: 32 * MIB, limit_bytes: 0 });
+    secretly!(
+        client.controller.controller_expand_volume,
+        ControllerExpandVolumeRequest { volume_id: id(), capacity_range: range }
+    );
+    secretly!(
+        client.controller.validate_volume_capabilities,
+        ValidateVolumeCapabilitiesRequest { volume_id: id(), volume_capabilities: vec![block_capability()] }
+    );
+    secretly!(
+        client.controller.controller_get_volume_health,
+        ControllerGetVolumeHealthRequest { volume_id: id() }
+    );
+    let snapshot = || snapshot_id.clone();
+    secretly!(client.controller.get_snapshot, GetSnapshotRequest { snapshot_id: snapshot() });
+    for listed in [
+        secretly!(client.controller.list_snapshots, ListSnapshotsRequest { snapshot_id: snapshot() }),
+        secretly!(client.controller.list_snapshots, ListSnapshotsRequest { source_volume_id: id() }),
     ] {
-        let list = proto::ListSnapshotsRequest { secrets: secrets(), ..list };
-        let listed = client.controller.list_snapshots(list).await.expect("ListSnapshots").into_inner();
         assert!(!listed.entries.is_empty());
     }
-    let stream = proto::GetMetadataAllocatedRequest {
-        snapshot_id: snapshot_id.clone(),
-        secrets: secrets(),
-        ..Default::default()
-    };
-    let stream = client.metadata.get_metadata_allocated(stream).await.expect("GetMetadataAllocated");
-    assert!(stream.into_inner().message().await.is_ok());
+    let mut stream = secretly!(
+        client.metadata.get_metadata_allocated,
+        GetMetadataAllocatedRequest { snapshot_id: snapshot() }
+    );
+    assert!(stream.message().await.is_ok());
     let stream = proto::GetMetadataDeltaRequest { secrets: secrets(), ..delta_of(snapshot_id, later_id) };
     let stream = client.metadata.get_metadata_delta(stream).await.expect("GetMetadataDelta");
     assert!(stream.into_inner().message().await.is_ok());
     // All nodes are asked for these, and any for what is nobody's.
-    let list = proto::ListSnapshotsRequest { secrets: secrets(), ..Default::default() };
-    let listed = client.controller.list_snapshots(list).await.expect("ListSnapshots").into_inner();
+    let listed = secretly!(client.controller.list_snapshots, ListSnapshotsRequest {});
     assert_eq!(listed.entries.len(), snapshots.len());
-    let list = proto::ControllerListVolumeHealthRequest { secrets: secrets(), ..Default::default() };
-    client.controller.controller_list_volume_health(list).await.expect("ControllerListVolumeHealth");
+    secretly!(client.controller.controller_list_volume_health, ControllerListVolumeHealthRequest {});
     let get = proto::GetSnapshotRequest { snapshot_id: "nobody's".to_owned(), secrets: secrets() };
     // The node that is asked may be either.
     let _ = client.controller.get_snapshot(get).await;
     for delete in [&copy, &volume_id] {
-        let delete = proto::DeleteVolumeRequest { volume_id: delete.clone(), secrets: secrets() };
-        client.controller.delete_volume(delete).await.expect("DeleteVolume");
+        secretly!(client.controller.delete_volume, DeleteVolumeRequest { volume_id: delete.clone() });
     }
     for delete in &snapshots {
-        let delete = proto::DeleteSnapshotRequest { snapshot_id: delete.clone(), secrets: secrets() };
-        client.controller.delete_snapshot(delete).await.expect("DeleteSnapshot");
+        secretly!(client.controller.delete_snapshot, DeleteSnapshotRequest { snapshot_id: delete.clone() });
     }
 
     let is_in =
@@ -204,7 +186,7 @@ async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
     for (path, message) in sent {
         let is_for_all = LISTS.contains(&path.as_str()) || path == "/csi.v1.Controller/GetSnapshot";
         assert!(is_for_all || path.starts_with("/deltapath.node.v1.Node/"), "{path}");
-        let ids = [&volume_id, snapshot_id, later_id, &copy, &group.group_snapshot_id, &cluster.nodes[0].key];
+        let ids = [&volume_id, snapshot_id, later_id, &copy, &group_id, &cluster.nodes[0].key];
         for text in ids.map(String::as_str).into_iter().chain([SECRET]) {
             // A choice between nodes names them by their keys.
             let is_sent = is_in(&message, text) && !(path.ends_with("/Choose") && text.len() == KEY.len());

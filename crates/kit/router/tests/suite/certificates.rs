@@ -12,7 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use testkit::cluster::{Authority, Cluster, PATIENCE, eventually, patiently, tls_flags, uri};
+use testkit::cluster::{Authority, Cluster, PATIENCE, eventually, patiently, tls_flags, uri, within};
 
 /// What a client with these files gets of a node beside the handshake: bytes of HTTP/2, or none.
 async fn bytes_for(port: u16, files: Option<(&Path, &str)>) -> usize {
@@ -112,15 +112,7 @@ async fn a_driver_shows_no_certificate_of_another_data_directory() {
     rig.terminate();
     let mut arguments = vec![format!("--router-listen=127.0.0.1:{}", free_port())];
     arguments.extend(tls_flags("router-", dir.path(), "wrong"));
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let ended = testkit::try_command(
-        rig.dir.path(),
-        PoolKind::Dir,
-        &arguments.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>(),
-        &[],
-        "info",
-    )
-    .await;
+    let ended = testkit::try_command(rig.dir.path(), PoolKind::Dir, &arguments, &[], "info").await;
     assert_eq!(ended.err().and_then(|status| status.code()), Some(1));
     let log = rig.log();
     assert!(log.contains("must have the URI SAN spiffe://CLUSTER/deltapath/node/"), "{log}");
@@ -144,10 +136,8 @@ async fn an_address_that_is_another_nodes_now_gets_no_calls_of_the_one_before() 
     cluster.nodes[1].rig.start_again_with(&arguments).await;
     let mut client = cluster.client();
     // When this is made, the router knows who is at the address now.
-    let mut request = csi_client::new_volume("new", 16 << 20, csi_client::block_capability());
-    let requisite = vec![cluster.nodes[1].topology()];
-    request.accessibility_requirements =
-        Some(proto::TopologyRequirement { requisite, preferred: Vec::new() });
+    let request = csi_client::new_volume("new", 16 << 20, csi_client::block_capability());
+    let request = within(&[cluster.nodes[1].topology()], request);
     let new = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
     assert_eq!(cluster.node_of(&new.volume_id), 1);
     let error = client.delete_volume(&volume).await.expect_err("its node is not there");

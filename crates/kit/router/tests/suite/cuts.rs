@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use prost::Message;
 use proto::{
     ControllerExpandVolumeRequest, ControllerGetVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
-    DeleteVolumeRequest, GetMetadataAllocatedRequest, ListSnapshotsRequest, ListVolumesRequest,
+    DeleteVolumeRequest, GetMetadataAllocatedRequest, ListVolumesRequest,
 };
 use serve::relay::frame_bytes;
 use serve::upstream::{self, Upstream, WideWindows};
@@ -20,7 +20,7 @@ use testkit::{PoolKind, network};
 use tokio::net::UnixStream;
 use tonic::{Code, Request};
 
-use testkit::cluster::{Cluster, Node, PATIENCE, Router, eventually, patiently};
+use testkit::cluster::{Cluster, Node, PATIENCE, eventually, patiently};
 
 /// What a call is given, as sidecars give it.
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -146,9 +146,7 @@ fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
         let first =
             cluster.nodes[0].rig.client.create_volume(request()).await.expect("CreateVolume").volume_id;
         cluster.nodes[0].host.as_ref().expect("a host").cut();
-        let endpoints = cluster.endpoints();
-        let fresh = Router::start(cluster.dir.path(), "fresh", &endpoints, &["--node-timeout", "1s"]).await;
-        fresh.sees(1).await;
+        let fresh = cluster.another("fresh", &cluster.endpoints(), &["--node-timeout", "1s"], 1).await;
         let mut client = fresh.client.clone();
         let second = patiently!(client.create_volume(request())).expect("the other node").volume_id;
         assert_eq!(cluster.node_of(&second), 1);
@@ -258,16 +256,8 @@ fn cuts_freezes_and_kills_in_the_middle_of_calls_make_nothing_twice_and_lose_not
         // Each node's own list: the router would not tell of a volume that it does not know.
         let (mut volumes, mut snapshots) = (0, 0);
         for node in &mut cluster.nodes {
-            let own = &mut node.rig.client.controller;
-            volumes += own
-                .list_volumes(ListVolumesRequest::default())
-                .await
-                .expect("a list")
-                .into_inner()
-                .entries
-                .len();
-            let listed = own.list_snapshots(ListSnapshotsRequest::default()).await.expect("a list");
-            snapshots += listed.into_inner().entries.len();
+            volumes += node.rig.client.volumes().await.expect("a list").len();
+            snapshots += node.rig.client.snapshots().await.expect("a list").len();
         }
         assert_eq!((volumes, snapshots), (made.len(), made.len()), "volumes and snapshots");
         cluster.finish();

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability, delta_of, from_snapshot, from_volume, new_volume};
 use prost::Message;
-use proto::{ListSnapshotsRequest, ListVolumesRequest, TopologyRequirement};
-use testkit::cluster::{Cluster, PATIENCE, Router};
+use proto::TopologyRequirement;
+use testkit::cluster::{Cluster, PATIENCE, within};
 use testkit::network::{self, Host};
 use testkit::orders::Orders;
 use testkit::{MIB, PoolKind};
@@ -141,10 +141,7 @@ impl Scene {
         for number in 0..2 {
             cluster.add_node_on(PoolKind::Xfs, &flags, "", Some(Host::new(number))).await;
         }
-        let more = ["--node-timeout", "3s"];
-        let router = Router::start(cluster.dir.path(), "router", &cluster.endpoints(), &more).await;
-        router.sees(2).await;
-        cluster.router = Some(router);
+        cluster.route(&cluster.endpoints(), &["--node-timeout", "3s"], 2).await;
         let long = snapshot(&mut cluster, 1, 256).await;
         let mut client = cluster.client();
         let healthy = cluster.volume_on(0, "healthy").await;
@@ -203,76 +200,59 @@ impl Scene {
             "ControllerPublishVolume" => published.encode_to_vec(),
             "ControllerUnpublishVolume" => {
                 client.controller.controller_publish_volume(published).await.expect("attach");
-                let request =
-                    proto::ControllerUnpublishVolumeRequest { volume_id, node_id, ..Default::default() };
-                request.encode_to_vec()
+                proto::ControllerUnpublishVolumeRequest { volume_id, node_id, ..Default::default() }
+                    .encode_to_vec()
             }
             "ControllerExpandVolume" => {
-                let range = proto::CapacityRange { required_bytes: 32 * MIB, limit_bytes: 0 };
-                let request = proto::ControllerExpandVolumeRequest {
-                    volume_id,
-                    capacity_range: Some(range),
-                    volume_capability: Some(capability),
-                    ..Default::default()
-                };
-                request.encode_to_vec()
+                let capacity_range = Some(proto::CapacityRange { required_bytes: 32 * MIB, limit_bytes: 0 });
+                let volume_capability = Some(capability);
+                let more = proto::ControllerExpandVolumeRequest::default();
+                proto::ControllerExpandVolumeRequest { volume_id, capacity_range, volume_capability, ..more }
+                    .encode_to_vec()
             }
             "ControllerModifyVolume" => {
                 let mutable_parameters = [("readAheadKiB".to_owned(), "512".to_owned())].into();
-                let request = proto::ControllerModifyVolumeRequest {
-                    volume_id,
-                    mutable_parameters,
-                    ..Default::default()
-                };
-                request.encode_to_vec()
+                proto::ControllerModifyVolumeRequest { volume_id, mutable_parameters, ..Default::default() }
+                    .encode_to_vec()
             }
             "CreateSnapshot" => {
-                let request =
-                    proto::CreateSnapshotRequest { name, source_volume_id: volume_id, ..Default::default() };
-                request.encode_to_vec()
+                proto::CreateSnapshotRequest { name, source_volume_id: volume_id, ..Default::default() }
+                    .encode_to_vec()
             }
             "DeleteSnapshot" => {
-                let snapshot_id = client.create_snapshot(&name, &volume_id).await.expect("snapshot");
-                let snapshot_id = snapshot_id.snapshot_id;
+                let snapshot_id =
+                    client.create_snapshot(&name, &volume_id).await.expect("snapshot").snapshot_id;
                 proto::DeleteSnapshotRequest { snapshot_id, ..Default::default() }.encode_to_vec()
             }
             "CreateVolumeGroupSnapshot" => {
-                let request = proto::CreateVolumeGroupSnapshotRequest {
-                    name,
-                    source_volume_ids: self.volumes.to_vec(),
-                    ..Default::default()
-                };
-                request.encode_to_vec()
+                let source_volume_ids = self.volumes.to_vec();
+                proto::CreateVolumeGroupSnapshotRequest { name, source_volume_ids, ..Default::default() }
+                    .encode_to_vec()
             }
             "DeleteVolumeGroupSnapshot" => {
                 let made = client.create_group(&name, &self.volumes).await.expect("group");
-                let request = proto::DeleteVolumeGroupSnapshotRequest {
+                proto::DeleteVolumeGroupSnapshotRequest {
                     group_snapshot_id: made.group_snapshot_id,
                     snapshot_ids: made.snapshots.into_iter().map(|member| member.snapshot_id).collect(),
                     ..Default::default()
-                };
-                request.encode_to_vec()
+                }
+                .encode_to_vec()
             }
             "GetVolumeGroupSnapshot" => {
-                let request = proto::GetVolumeGroupSnapshotRequest {
-                    group_snapshot_id: group.0,
-                    snapshot_ids: group.1,
-                    ..Default::default()
-                };
-                request.encode_to_vec()
+                let (group_snapshot_id, snapshot_ids) = group;
+                proto::GetVolumeGroupSnapshotRequest { group_snapshot_id, snapshot_ids, ..Default::default() }
+                    .encode_to_vec()
             }
             "ValidateVolumeCapabilities" => {
-                let request = proto::ValidateVolumeCapabilitiesRequest {
+                let volume_capabilities = vec![capability];
+                proto::ValidateVolumeCapabilitiesRequest {
                     volume_id,
-                    volume_capabilities: vec![capability],
+                    volume_capabilities,
                     ..Default::default()
-                };
-                request.encode_to_vec()
+                }
+                .encode_to_vec()
             }
-            "GetMetadataDelta" => {
-                let request = delta_of(&first, &second);
-                request.encode_to_vec()
-            }
+            "GetMetadataDelta" => delta_of(&first, &second).encode_to_vec(),
             // The first field of all of these is the id.
             "GetSnapshot" | "GetMetadataAllocated" => {
                 proto::GetMetadataAllocatedRequest { snapshot_id: first, ..Default::default() }
@@ -295,13 +275,9 @@ impl Scene {
     async fn counts(&mut self) -> Vec<[i64; 2]> {
         let mut counts = Vec::new();
         for node in &mut self.cluster.nodes {
-            let own = &mut node.rig.client.controller;
-            let volumes = own.list_volumes(ListVolumesRequest::default()).await.expect("a list");
-            let snapshots = own.list_snapshots(ListSnapshotsRequest::default()).await.expect("a list");
-            counts.push([
-                volumes.into_inner().entries.len() as i64,
-                snapshots.into_inner().entries.len() as i64,
-            ]);
+            let volumes = node.rig.client.volumes().await.expect("a list").len();
+            let snapshots = node.rig.client.snapshots().await.expect("a list").len();
+            counts.push([volumes as i64, snapshots as i64]);
         }
         counts
     }
@@ -320,9 +296,7 @@ impl Scene {
             let mut request =
                 new_volume(&format!("{name} {}", source.is_some()), 16 << 20, block_capability());
             request.volume_content_source = source;
-            let requisite = vec![self.cluster.nodes[0].topology()];
-            request.accessibility_requirements =
-                Some(TopologyRequirement { requisite, preferred: Vec::new() });
+            let request = within(&[self.cluster.nodes[0].topology()], request);
             let made = well(client.create_volume(request)).await.volume_id;
             well(client.expand_volume(&made, 32 << 20)).await;
             well(client.delete_volume(&made)).await;
@@ -461,9 +435,8 @@ fn a_fault_in_the_middle_of_any_call(#[values(Fault::Kill, Fault::Cut, Fault::Fr
             }
         }
         let Scene { mut cluster, .. } = scene;
-        let listed = cluster.client().controller.list_volumes(ListVolumesRequest::default()).await;
-        for entry in listed.expect("ListVolumes").into_inner().entries {
-            let volume = entry.volume.expect("a volume").volume_id;
+        for volume in cluster.client().volumes().await.expect("ListVolumes") {
+            let volume = volume.volume_id;
             let node = cluster.node_of(&volume);
             cluster.nodes[node].rig.detach(&volume).await;
         }

@@ -1,18 +1,12 @@
 //! Promise: a name is one object in the whole cluster, made where the scheduler, its source or the room that is left say.
 
 use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
-use proto::{CreateVolumeRequest, ListVolumesRequest, Topology, TopologyRequirement};
+use proto::Topology;
 use testkit::{GIB, PoolKind};
 use tokio::task::JoinHandle;
 use tonic::Code;
 
-use testkit::cluster::{Cluster, Router, patiently};
-
-fn within(topologies: &[Topology], request: CreateVolumeRequest) -> CreateVolumeRequest {
-    let requisite = topologies.to_vec();
-    let accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
-    CreateVolumeRequest { accessibility_requirements, ..request }
-}
+use testkit::cluster::{Cluster, patiently, within};
 
 #[apply(device_test)]
 async fn a_name_is_found_again_on_whichever_node_has_it() {
@@ -57,8 +51,7 @@ async fn a_name_is_found_again_on_whichever_node_has_it() {
 async fn two_routers_at_once_make_one_volume_of_a_name() {
     const NAMES: usize = 24;
     let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
-    let second = Router::start(cluster.dir.path(), "second", &cluster.endpoints(), &[]).await;
-    second.sees(3).await;
+    let second = cluster.another("second", &cluster.endpoints(), &[], 3).await;
     // One node is fuller, so what is best changes while volumes are made.
     cluster.volume_on(0, "large").await;
     let mut tasks = Vec::new();
@@ -83,8 +76,7 @@ async fn two_routers_at_once_make_one_volume_of_a_name() {
     }
     let mut volumes = 0;
     for node in &mut cluster.nodes {
-        let listed = node.rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
-        volumes += listed.expect("ListVolumes").into_inner().entries.len();
+        volumes += node.rig.client.volumes().await.expect("ListVolumes").len();
     }
     assert_eq!(volumes, NAMES + 1);
     second.finish();
@@ -118,8 +110,7 @@ async fn one_of_two_wins(
 async fn two_routers_at_once_make_one_volume_where_each_call_allows_one_node() {
     const NAMES: usize = 20;
     let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
-    let second = Router::start(cluster.dir.path(), "second", &cluster.endpoints(), &[]).await;
-    second.sees(3).await;
+    let second = cluster.another("second", &cluster.endpoints(), &[], 3).await;
     let sources = [cluster.volume_on(0, "one").await, cluster.volume_on(1, "two").await];
     let request = |name: &str, which: usize, has_source: bool| {
         let mut request = new_volume(name, 16 << 20, block_capability());
@@ -155,8 +146,7 @@ async fn two_routers_at_once_make_one_volume_where_each_call_allows_one_node() {
 async fn two_routers_at_once_make_one_snapshot_of_a_name() {
     const NAMES: usize = 20;
     let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
-    let second = Router::start(cluster.dir.path(), "second", &cluster.endpoints(), &[]).await;
-    second.sees(3).await;
+    let second = cluster.another("second", &cluster.endpoints(), &[], 3).await;
     let sources = [cluster.volume_on(0, "one").await, cluster.volume_on(1, "two").await];
     for number in 0..NAMES {
         let name = format!("name-{number}");

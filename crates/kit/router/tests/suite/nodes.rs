@@ -40,9 +40,8 @@ async fn a_node_that_is_killed_fails_its_own_objects_alone() {
         client.create_volume(new_volume("new", 16 << 20, block_capability())).await.expect("CreateVolume");
     assert_eq!(cluster.node_of(&new.volume_id), 0);
     // What is listed is there; that something is missing is reported. A list of snapshots that lacks some is none.
-    let listed = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("ListVolumes");
-    let listed: Vec<String> =
-        listed.into_inner().entries.into_iter().filter_map(|entry| Some(entry.volume?.volume_id)).collect();
+    let listed = client.volumes().await.expect("ListVolumes").into_iter();
+    let listed: Vec<String> = listed.map(|volume| volume.volume_id).collect();
     assert!(listed.contains(&here) && listed.contains(&new.volume_id) && !listed.contains(&there));
     let name = cluster.nodes[1].name();
     let missing =
@@ -52,8 +51,7 @@ async fn a_node_that_is_killed_fails_its_own_objects_alone() {
     let log = cluster.router().running.log();
     let said = |line: &&str| line.contains("nodes are missing from a list") && line.contains(&name);
     assert!(log.lines().any(|line| said(&line) && line.contains("ListVolumes")), "{log}");
-    let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-    let status = all.expect_err("not all of them");
+    let status = client.snapshots().await.expect_err("not all of them").status;
     assert!(status.code() == Code::Unavailable && status.message().contains(&name), "{status}");
     let one = ListSnapshotsRequest { source_volume_id: here.clone(), ..Default::default() };
     let one = client.controller.list_snapshots(one).await.expect("those of a healthy node").into_inner();
@@ -124,10 +122,7 @@ async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
     cluster.nodes[1].rig.kill();
     cluster.router().sees(1).await;
     // A router that has never seen the node knows no better, and says what to do.
-    let socket_dir = cluster.dir.path();
-    let endpoints = cluster.endpoints();
-    let fresh = testkit::cluster::Router::start(socket_dir, "fresh", &endpoints, &[&flag]).await;
-    fresh.sees(1).await;
+    let fresh = cluster.another("fresh", &cluster.endpoints(), &[&flag], 1).await;
     for mut client in [client.clone(), fresh.client.clone()] {
         let error = client.delete_volume(&lost).await.expect_err("nobody said that it is gone");
         assert_eq!(error.code(), Code::Unavailable, "{error}");
@@ -151,13 +146,11 @@ async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
         let error = client.allocated(&snapshot, 0, 0).await.expect_err("it is gone");
         assert_eq!(error.code(), Code::NotFound, "{error}");
         // An address that has never answered may be any node's, until it is taken out of --node-endpoints.
-        let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-        assert_eq!(all.map(|all| all.into_inner().entries.len()).ok(), has_seen_it.then_some(0));
+        let all = client.snapshots().await.map(|all| all.len());
+        assert_eq!(all.ok(), has_seen_it.then_some(0));
         client.create_snapshot("kept", &kept).await.map(drop).expect("the other node");
-        client
-            .delete_snapshot(&client.clone().create_snapshot("kept", &kept).await.expect("found").snapshot_id)
-            .await
-            .expect("the other node");
+        let found = client.create_snapshot("kept", &kept).await.expect("found").snapshot_id;
+        client.delete_snapshot(&found).await.expect("the other node");
     }
     // It comes back: nothing of it is used until somebody takes the word back.
     cluster.nodes[1].rig.start_again().await;
@@ -165,6 +158,9 @@ async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
     eventually("it is seen", async || cluster.router().get("/metrics").await.contains(state)).await;
     let error = client.create_snapshot("more", &lost).await.expect_err("still forgotten");
     assert_eq!(error.code(), Code::NotFound, "{error}");
+    let error = client.delete_volume(&lost).await.expect_err("it lives");
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    assert!(error.status.message().contains(&cluster.nodes[1].name()), "{error}");
     std::fs::write(&file, "").expect("write");
     cluster.router().sees(2).await;
     client.create_snapshot("more", &lost).await.expect("it was there all the time");

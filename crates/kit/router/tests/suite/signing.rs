@@ -100,15 +100,12 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "deltapath-plugin", "namespace": NAMESPACE}})).await;
 
     let signer = of_pod(&api, dir.path(), "deltapath-certificates", "control").await;
-    let signing = start(
-        dir.path(),
-        "signer",
-        &[
-            "certificates".into(),
-            format!("--kubeconfig={}", signer.display()),
-            format!("--namespace={NAMESPACE}"),
-        ],
-    );
+    let flags = [
+        "certificates".to_owned(),
+        format!("--kubeconfig={}", signer.display()),
+        format!("--namespace={NAMESPACE}"),
+    ];
+    let signing = start(dir.path(), "signer", &flags);
     let maps: Api<ConfigMap> = Api::namespaced(api.client.clone(), NAMESPACE);
     let ca = || async { maps.get("deltapath-router-ca").await.ok()?.data?.remove("ca.crt") };
     eventually("there is a CA", async || ca().await.is_some()).await;
@@ -151,22 +148,12 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     assert_eq!(keys.into_values().collect::<Vec<_>>(), ["node-1"]);
 
     // An operator says that the data directory has moved.
-    let none = json!({"data": null});
-    let merge = kube::api::Patch::Merge(&none);
-    maps.patch("deltapath-node-keys", &kube::api::PatchParams::default(), &merge).await.expect("patch");
+    api.merge("ConfigMap", Some(NAMESPACE), "deltapath-node-keys", json!({"data": null})).await;
     eventually("the other node has it", async || Path::new(&path("other/node.crt")).exists()).await;
     // Whoever starts again goes on with the CA that is there.
     let before = ca().await;
     drop(signing);
-    let again = start(
-        dir.path(),
-        "signer-again",
-        &[
-            "certificates".into(),
-            format!("--kubeconfig={}", signer.display()),
-            format!("--namespace={NAMESPACE}"),
-        ],
-    );
+    let again = start(dir.path(), "signer-again", &flags);
     eventually("it works", async || again.log().contains("signing")).await;
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert!(before.is_some() && ca().await == before, "another CA");

@@ -2,15 +2,13 @@
 //! server is away. Of a volume that was made twice it deletes the one that no PersistentVolume has.
 
 use csi_client::{block_capability, new_volume};
-use kube::api::{DeleteParams, Patch, PatchParams};
 use nix::sys::signal::Signal;
-use proto::ListSnapshotsRequest;
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
 use testkit::{PoolKind, network};
 use tonic::Code;
 
-use testkit::cluster::{Cluster, Router, eventually, patiently};
+use testkit::cluster::{Cluster, eventually, patiently};
 
 const SERVICE: &str = "deltapath-nodes";
 
@@ -53,12 +51,7 @@ async fn flags(api: &ApiServer) -> Vec<String> {
     let (of, name) = ("rbac.authorization.k8s.io/v1", json!({"name": "router"}));
     let rules = list("", "persistentvolumes", &["list"]);
     api.make(json!({"apiVersion": of, "kind": "ClusterRole", "metadata": name, "rules": rules})).await;
-    api.make(json!({
-        "apiVersion": of, "kind": "ClusterRoleBinding", "metadata": name,
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "router"},
-        "subjects": [{"kind": "ServiceAccount", "name": "router", "namespace": "deltapath"}],
-    }))
-    .await;
+    api.bind("deltapath", "router", "router").await;
     let kubeconfig = api.kubeconfig_of("deltapath", "router").await;
     vec![
         format!("--node-service=deltapath/{SERVICE}"),
@@ -79,8 +72,7 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
 
         let flags = flags(&api).await;
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-        cluster.router = Some(Router::start(cluster.dir.path(), "router", &[], &flags).await);
-        cluster.router().sees(1).await;
+        cluster.route(&[], &flags, 1).await;
         let mut client = cluster.client();
         let first = cluster.volume_on(0, "first").await;
 
@@ -91,13 +83,11 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
         client.create_snapshot("second", &second).await.expect("CreateSnapshot");
 
         // One goes: its objects are missed, and not taken for gone.
-        let slices = api.objects("EndpointSlice", Some("deltapath"));
-        slices.delete("two", &DeleteParams::default()).await.expect("delete");
+        api.delete("EndpointSlice", Some("deltapath"), "two").await;
         cluster.router().sees(1).await;
         let error = client.create_snapshot("more", &second).await.expect_err("its node has no address");
         assert_eq!(error.code(), Code::Unavailable, "{error}");
-        let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-        let status = all.expect_err("not all of them");
+        let status = client.snapshots().await.expect_err("not all of them").status;
         assert!(status.message().contains(&cluster.nodes[1].name()), "{status}");
         client.create_snapshot("first", &first).await.expect("the other node");
 
@@ -110,11 +100,10 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         cluster.nodes[1].rig.start_again_with(&arguments).await;
         let both = json!({"endpoints": [endpoint(0, addresses[0]), endpoint(1, addresses[2])]});
-        slices.patch("one", &PatchParams::default(), &Patch::Merge(&both)).await.expect("patch");
+        api.merge("EndpointSlice", Some("deltapath"), "one", both).await;
         cluster.router().sees(2).await;
         client.create_snapshot("more", &second).await.expect("it is back");
-        let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-        assert_eq!(all.expect("all of them").into_inner().entries.len(), 3);
+        assert_eq!(client.snapshots().await.expect("all of them").len(), 3);
 
         // The API server is away: the last list is kept, also by what happens to the nodes meanwhile.
         api.kill_server();
@@ -131,7 +120,7 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
         // And what has changed in the meantime is seen when it is back.
         api.start_again().await;
         let one = json!({"endpoints": [endpoint(1, addresses[2])]});
-        slices.patch("one", &PatchParams::default(), &Patch::Merge(&one)).await.expect("patch");
+        api.merge("EndpointSlice", Some("deltapath"), "one", one).await;
         cluster.router().sees(1).await;
         let error = client.create_snapshot("late", &first).await.expect_err("its node has no address");
         assert_eq!(error.code(), Code::Unavailable, "{error}");
@@ -153,9 +142,7 @@ fn of_a_volume_made_twice_the_one_that_no_persistent_volume_has_is_deleted() {
         api.make(second_node).await;
         let flags = flags(&api).await;
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-        let router = Router::start(cluster.dir.path(), "router", &[], &flags).await;
-        router.sees(2).await;
-        cluster.router = Some(router);
+        cluster.route(&[], &flags, 2).await;
         let names = ["lost", "arrived", "open"];
         let mut firsts = Vec::new();
         for name in names {
@@ -165,8 +152,7 @@ fn of_a_volume_made_twice_the_one_that_no_persistent_volume_has_is_deleted() {
             firsts.push(made.expect("CreateVolume").volume_id);
         }
         cluster.nodes[0].signal(Signal::SIGSTOP);
-        let fresh = Router::start(cluster.dir.path(), "fresh", &[], &flags).await;
-        fresh.sees(1).await;
+        let fresh = cluster.another("fresh", &[], &flags, 1).await;
         let mut client = fresh.client.clone();
         let mut seconds = Vec::new();
         for name in names {

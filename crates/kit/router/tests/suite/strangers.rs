@@ -9,17 +9,18 @@ use bytes::Bytes;
 use csi_client::{Client, block_capability, new_volume};
 use http_body_util::{BodyExt, Full};
 use prost::Message;
+use proto::ListVolumesRequest;
 use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
-use proto::{ListVolumesRequest, TopologyRequirement};
 use serve::identity::Role;
 use serve::listen::{self, Limits};
-use serve::mutual::{Files, Mutual};
 use serve::relay::{frame_bytes, unframe_bytes};
-use testkit::cluster::{Cluster, Router, eventually, uri};
+use testkit::cluster::{Cluster, Router, uri, within};
 use testkit::{MIB, PoolKind, free_port};
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Response};
 use tonic::{Code, Status};
+
+use crate::transfers::tls;
 
 const KEY: &str = "0badcafe";
 const LIAR: &str = "liar";
@@ -31,12 +32,8 @@ pub async fn play(
     certificate: &str,
     answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static,
 ) -> String {
-    let dir = cluster.dir.path();
-    cluster.authority.issue(dir, certificate, &uri(&format!("node/{key}")));
-    let file = |end: &str| dir.join(format!("{certificate}.{end}"));
-    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
-    let tls = Mutual::new(files, Role::Node(key.to_owned()));
-    tls.load().expect("certificates");
+    cluster.authority.issue(cluster.dir.path(), certificate, &uri(&format!("node/{key}")));
+    let tls = tls(cluster, certificate, Role::Node(key.to_owned()));
     let address = format!("127.0.0.1:{}", free_port());
     let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
     let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
@@ -98,8 +95,7 @@ async fn beside(answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync +
     };
     let address = play(&cluster, KEY, LIAR, answers).await;
     let endpoints = [cluster.endpoints(), vec![address]].concat();
-    cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
-    cluster.router().sees(2).await;
+    cluster.route(&endpoints, &[], 2).await;
     cluster
 }
 
@@ -137,9 +133,7 @@ async fn an_answer_is_about_objects_of_its_node() {
     })
     .await;
     let mut client = cluster.client();
-    let mut request = new_volume("new", 16 * MIB, block_capability());
-    let requisite = vec![topology(LIAR)];
-    request.accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
+    let request = within(&[topology(LIAR)], new_volume("new", 16 * MIB, block_capability()));
     let mut errors = Vec::new();
     for _ in 0..5 {
         errors.push(client.create_volume(request.clone()).await.expect_err("a lie"));
@@ -283,12 +277,8 @@ fn size() -> Option<proto::CapacityRange> {
 }
 
 fn new_on_liar() -> proto::CreateVolumeRequest {
-    let requirement = TopologyRequirement { requisite: vec![topology(LIAR)], preferred: Vec::new() };
-    proto::CreateVolumeRequest {
-        capacity_range: size(),
-        accessibility_requirements: Some(requirement),
-        ..new_volume("new", 16 * MIB, block_capability())
-    }
+    let new = new_volume("new", 16 * MIB, block_capability());
+    within(&[topology(LIAR)], proto::CreateVolumeRequest { capacity_range: size(), ..new })
 }
 
 fn expansion() -> proto::ControllerExpandVolumeRequest {
@@ -388,8 +378,7 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     let why = format!("its driver is {driver_name:?}");
     let message = error.status.message();
     assert!(message.contains(LIAR) && message.contains(&why) && !message.contains("forget"), "{error}");
-    let all = client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
-    let status = all.expect_err("a stranger's would be missing");
+    let status = client.snapshots().await.expect_err("a stranger's would be missing").status;
     assert_eq!(status.code(), Code::Unavailable, "{status}");
     let message = status.message();
     assert!(message.contains(LIAR) && message.contains(&why) && !message.contains("not answer"), "{status}");
@@ -405,11 +394,8 @@ async fn copies_of_a_data_directory_are_named_and_nothing_is_deleted() {
     // Its DeleteVolume is OK, as that of a copy that never had the volume.
     let answers = move |path: &str, _| if path.ends_with("/Describe") { copied.clone() } else { Vec::new() };
     let address = play(&cluster, &key, "copy", answers).await;
-    cluster.router.take().expect("it runs").finish();
     let endpoints = [vec![address.clone()], cluster.endpoints()].concat();
-    let router = Router::start(cluster.dir.path(), "router", &endpoints, &[]).await;
-    router.sees(1).await;
-    cluster.router = Some(router);
+    cluster.route(&endpoints, &[], 1).await;
     let mut client = cluster.client();
     let error = client.delete_volume(&volume).await.expect_err("nobody knows on which");
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
@@ -417,8 +403,7 @@ async fn copies_of_a_data_directory_are_named_and_nothing_is_deleted() {
         assert!(error.status.message().contains(named.as_str()), "{named} in {error}");
     }
     cluster.volume_on(1, "other").await;
-    let own = cluster.nodes[0].rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
-    assert_eq!(own.expect("ListVolumes").into_inner().entries.len(), 1);
+    assert_eq!(cluster.nodes[0].rig.client.volumes().await.expect("ListVolumes").len(), 1);
     cluster.finish();
 }
 
@@ -430,15 +415,11 @@ async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
     let twin = described(KEY, &name).encode_to_vec();
     let answers = move |path: &str, _| if path.ends_with("/Describe") { twin.clone() } else { Vec::new() };
     let address = play(&cluster, KEY, "twin", answers).await;
-    cluster.router.take().expect("it runs").finish();
     let endpoints = [vec![address.clone()], cluster.endpoints()].concat();
-    let router = Router::start(cluster.dir.path(), "router", &endpoints, &[]).await;
-    router.sees(3).await;
-    cluster.router = Some(router);
+    cluster.route(&endpoints, &[], 3).await;
     let mut client = cluster.client();
-    let mut request = new_volume("new", 16 * MIB, block_capability());
-    let requisite = vec![cluster.nodes[0].topology()];
-    request.accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
+    let request = new_volume("new", 16 * MIB, block_capability());
+    let request = within(&[cluster.nodes[0].topology()], request);
     let error = client.create_volume(request).await.expect_err("on which of them?");
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
     for named in [&address, &cluster.nodes[0].address, &name] {
@@ -448,21 +429,5 @@ async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
     let any = client.create_volume(new_volume("any", 16 * MIB, block_capability())).await.expect("elsewhere");
     assert_eq!(cluster.node_of(&any.volume_id), 1);
     client.delete_volume(&volume).await.expect("its key says where it is");
-    cluster.finish();
-}
-
-#[apply(device_test)]
-async fn a_forgotten_node_that_answers_deletes_nothing_with_ok() {
-    let dir = tempfile::tempdir().expect("temp dir");
-    let file = dir.path().join("forgotten");
-    let flag = format!("--forgotten={}", file.display());
-    let cluster = Cluster::start_with(PoolKind::Dir, 2, &[], &[&flag]).await;
-    let volume = cluster.volume_on(1, "lives").await;
-    std::fs::write(&file, &cluster.nodes[1].key).expect("write");
-    let state = "deltapath_router_nodes{state=\"forgotten\"} 1";
-    eventually("it is seen", async || cluster.router().get("/metrics").await.contains(state)).await;
-    let error = cluster.client().delete_volume(&volume).await.expect_err("it lives");
-    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
-    assert!(error.status.message().contains(&cluster.nodes[1].name()), "{error}");
     cluster.finish();
 }

@@ -24,9 +24,8 @@ pub async fn snapshot(cluster: &mut Cluster, node: usize, mib: i64) -> String {
 
 async fn tidy(mut cluster: Cluster) {
     for node in &mut cluster.nodes {
-        let volumes = node.rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
-        for entry in volumes.expect("ListVolumes").into_inner().entries {
-            node.rig.detach(&entry.volume.expect("a volume").volume_id).await;
+        for volume in node.rig.client.volumes().await.expect("ListVolumes") {
+            node.rig.detach(&volume.volume_id).await;
         }
     }
     cluster.finish();
@@ -49,8 +48,7 @@ async fn messages_pass_as_the_node_sends_them() {
     let mut client = cluster.client();
     let unknown = format!("snap-{}{}", cluster.nodes[far].key, "0".repeat(24));
     let own = &mut cluster.nodes[far].rig.client;
-    let volume = own.controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list");
-    let volume = volume.into_inner().entries.remove(0).volume.expect("a volume").volume_id;
+    let volume = own.volumes().await.expect("list").remove(0).volume_id;
     let target = client.create_snapshot("next", &volume).await.expect("CreateSnapshot").snapshot_id;
     for (offset, most) in [(0, 0), (0, 7), (4096 * 11, 256), (16 << 20, 0)] {
         let direct = own.allocated(&base, offset, most).await.expect("direct");

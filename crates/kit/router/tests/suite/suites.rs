@@ -1,6 +1,5 @@
 //! Promise: what csi-sanity and `cbt-lab conformance` find right in a driver they find right in a cluster.
 
-use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
 use testkit::PoolKind;
 use testkit::sanity::assert_finds_nothing;
@@ -84,11 +83,8 @@ async fn a_cluster_conforms(#[case] nodes: usize, #[case] style: &str) {
     let is_one = |case: &&Value| may.contains(&(text(&case["name"]), text(&case["verdict"])));
     assert!(other.iter().all(is_one), "{other:#?}");
     let mut client = cluster.client();
-    let volumes = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("ListVolumes");
-    assert!(volumes.into_inner().entries.is_empty(), "volumes are left");
-    let left =
-        client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("ListSnapshots");
-    assert!(left.into_inner().entries.is_empty(), "snapshots are left");
+    assert_eq!(client.volumes().await.expect("ListVolumes"), [], "volumes are left");
+    assert_eq!(client.snapshots().await.expect("ListSnapshots"), [], "snapshots are left");
     serving.abort();
     cluster.finish();
 }

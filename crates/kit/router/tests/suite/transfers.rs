@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::{BlocksRequest, MapRequest, OpenRequest};
-use proto::{CreateVolumeRequest, TopologyRequirement, VolumeContentSource};
+use proto::{CreateVolumeRequest, VolumeContentSource};
 use serve::identity::Role;
 use serve::mutual::{Files, Mutual};
 use testkit::PoolKind::{self, Btrfs, Dir, Xfs};
@@ -19,7 +19,7 @@ use testkit::{BLOCK, names};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
-use testkit::cluster::{Cluster, PATIENCE, Router, eventually, patiently};
+use testkit::cluster::{Cluster, PATIENCE, eventually, patiently, within};
 
 pub const SIZE: i64 = 64 << 20;
 const BLOCKS: u64 = SIZE as u64 / BLOCK;
@@ -28,9 +28,7 @@ const BLOCKS: u64 = SIZE as u64 / BLOCK;
 pub fn on(cluster: &Cluster, node: usize, name: &str, source: VolumeContentSource) -> CreateVolumeRequest {
     let mut request = new_volume(name, SIZE, block_capability());
     request.volume_content_source = Some(source);
-    let requisite = vec![cluster.nodes[node].topology()];
-    request.accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
-    request
+    within(&[cluster.nodes[node].topology()], request)
 }
 
 /// The bytes of an object, below its node's pool.
@@ -296,12 +294,10 @@ async fn a_transfer_ends_with_its_volume_and_with_its_source() {
     // The node of the source is given up.
     let request = on(&cluster, 1, "forgotten", from_volume(&origin));
     patiently_begun(&cluster, &request).await;
-    cluster.router.take().expect("it runs").finish();
     let file = cluster.dir.path().join("forgotten");
     std::fs::write(&file, format!("{}\n", cluster.nodes[0].key)).expect("write");
     let flag = format!("--forgotten={}", file.display());
-    cluster.router = Some(Router::start(cluster.dir.path(), "router", &cluster.endpoints(), &[&flag]).await);
-    cluster.router().sees(1).await;
+    cluster.route(&cluster.endpoints(), &[&flag], 1).await;
     let error = patiently!(cluster.client().create_volume(request.clone())).expect_err("forgotten");
     assert_eq!(error.code(), Code::NotFound, "{error}");
     assert!(staging(&cluster, 1).is_empty(), "{:?}", staging(&cluster, 1));
@@ -328,8 +324,7 @@ async fn damaged_data_is_found_and_becomes_no_volume() {
     assert_eq!(error.code(), Code::DataLoss, "{error}");
     assert!(error.status.message().contains(&format!("bytes {} to", block * BLOCK)), "{error}");
     nothing_is_left(&cluster).await;
-    let listed = cluster.nodes[1].rig.client.controller.list_volumes(proto::ListVolumesRequest::default());
-    assert!(listed.await.expect("ListVolumes").into_inner().entries.is_empty());
+    assert!(cluster.nodes[1].rig.client.volumes().await.expect("ListVolumes").is_empty());
     // Mended, it is restored.
     file.write_all_at(&byte, block * BLOCK + 100).expect("write");
     let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
@@ -377,11 +372,9 @@ async fn bits_that_change_on_the_way_cost_a_connection_and_no_byte() {
     let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
     let (origin, _, _) = written(&mut cluster, 16).await;
     let snapshot = cluster.client().create_snapshot("first", &origin).await.expect("snapshot").snapshot_id;
-    cluster.router.take().expect("it runs").finish();
     let (port, flipped) = flipping(cluster.nodes[0].port, 3 << 20).await;
     let endpoints = [format!("127.0.0.1:{port}"), format!("127.0.0.1:{}", cluster.nodes[1].port)];
-    cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
-    cluster.router().sees(2).await;
+    cluster.route(&endpoints, &[], 2).await;
     let request = on(&cluster, 1, "restored", from_snapshot(&snapshot));
     let made = patiently!(cluster.client().create_volume(request.clone())).expect("CreateVolume");
     assert_same(&data(&cluster, 0, "snapshots", &snapshot), &data(&cluster, 1, "volumes", &made.volume_id));
@@ -417,7 +410,7 @@ async fn transfers_together_take_no_more_than_their_rate() {
 }
 
 /// TLS with the files of this name.
-fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
+pub fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
     let file = |end| cluster.dir.path().join(format!("{name}.{end}"));
     let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
     let tls = Mutual::new(files, role);

@@ -26,8 +26,7 @@ impl Odd {
     pub fn new(is_in_bucket: bool) -> (Self, Place) {
         if is_in_bucket {
             let mut bucket = Bucket::start();
-            let proxy = Proxy::start(bucket.port);
-            bucket.endpoint(proxy.port);
+            let proxy = bucket.proxy();
             return (Odd::Bucket { proxy, _server: bucket.server }, bucket.place);
         }
         let mut place = Place::new();
