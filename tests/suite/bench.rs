@@ -74,8 +74,7 @@ fn is_of_writes(id: &str) -> bool {
 
 /// Every figure has a number, a bare one beside it where one is known, and each run is in it.
 #[apply(every_pool)]
-async fn ours_is_measured_on_every_pool(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn ours_is_measured_on_every_pool(rig: Rig<pool>) {
     let dir = rig.dir.path().join("bare");
     std::fs::create_dir(&dir).expect("mkdir");
     let files = ["json", "csv", "html"].map(|end| dir.with_extension(end));
@@ -163,7 +162,6 @@ async fn ours_is_measured_on_every_pool(pool: PoolKind) {
     assert!(std::fs::read_to_string(html).expect("HTML").contains("<svg "));
     assert_eq!(std::fs::read_dir(&dir).expect("list").count(), 0, "bare files are left");
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// Blocks of 4 KiB as tuples, and more of them than the driver puts into one message.
@@ -180,8 +178,12 @@ const SEVERAL_MESSAGES: [&str; 4] = ["--data", "32Mi", "--snapshot-parameter", "
 #[case("capacity-wrong:call=GetMetadataDelta", "delta-", &[])]
 #[case("capacity-changes:call=GetMetadataAllocated", "allocated", &SEVERAL_MESSAGES)]
 #[case("capacity-changes:call=GetMetadataDelta,after=0", "delta-", &[])]
-async fn a_wrong_answer_has_no_figure(#[case] fault: &str, #[case] wrong: &str, #[case] more: &[&str]) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_wrong_answer_has_no_figure(
+    rig: Rig<Xfs>,
+    #[case] fault: &str,
+    #[case] wrong: &str,
+    #[case] more: &[&str],
+) {
     let (_serving, socket) = faulty(&rig, fault).await;
     let (csv, html) = (rig.dir.path().join("wrong.csv"), rig.dir.path().join("wrong.html"));
     let few = ["--runs", "1", "--csv", csv.to_str().expect("UTF-8"), "--html", html.to_str().expect("UTF-8")];
@@ -205,7 +207,6 @@ async fn a_wrong_answer_has_no_figure(#[case] fault: &str, #[case] wrong: &str, 
     assert!(line.contains(",0,,,,") && line.contains("wrong answer, no figure: "), "{line}");
     assert!(std::fs::read_to_string(html).expect("HTML").contains("WRONG: "));
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// What a driver does not claim, or has no space for, is left out with the reason, and is no failure.
@@ -251,21 +252,18 @@ async fn a_volume_larger_than_a_bare_file_can_be_is_measured_alone() {
 
 /// Nothing was measured, which is no finding about the driver.
 #[apply(device_test)]
-async fn a_set_up_that_is_refused_is_wrong_usage() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_set_up_that_is_refused_is_wrong_usage(rig: Rig<Dir>) {
     let output = bench(&rig.socket(), &["--parameter", "foo=bar"]).output().await.expect("run");
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(output.stdout.is_empty(), "{}", said(&output));
     assert!(told.contains("CreateVolume: INVALID_ARGUMENT") && told.contains("foo"), "{told}");
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// A call that fails ends that life, is reported, and leaves nothing.
 #[apply(device_test)]
-async fn a_call_that_fails_is_told() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_call_that_fails_is_told(rig: Rig<Xfs>) {
     let (_serving, socket) = faulty(&rig, "refuse:call=CreateSnapshot,code=INTERNAL").await;
     let (code, result) = run(&socket, &[]).await;
     assert_eq!((code, &result["verdict"]), (Some(1), &"failed".into()), "{result:#}");
@@ -277,13 +275,11 @@ async fn a_call_that_fails_is_told() {
         "{result:#}"
     );
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is printed.
 #[apply(device_test)]
-async fn a_signal_at_any_time_leaves_nothing() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_signal_at_any_time_leaves_nothing(rig: Rig<Xfs>) {
     let work = rig.dir.path().join("work");
     let bare = rig.dir.path().join("bare");
     for dir in [&work, &bare] {
@@ -316,5 +312,4 @@ async fn a_signal_at_any_time_leaves_nothing() {
         assert!(!staging.exists() && !target.exists(), "directories are left");
         assert_eq!(std::fs::read_dir(&bare).expect("list").count(), 0, "bare files are left");
     }
-    rig.finish();
 }

@@ -316,13 +316,9 @@ async fn an_unexplained_mount_is_unmounted() {
 
 /// Kubelet mounts a part of a volume for a pod with a `subPath`. The finding is a note, not a fault.
 #[apply(device_cases)]
-async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fstype: &str) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_mount_of_a_part_of_a_volume_is_a_note(rig: Rig<Dir>, #[values("ext4", "btrfs")] fstype: &str) {
     let capability = || mount_capability(fstype);
-    let request = new_volume("volume", 256 * MIB, capability());
-    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    let kubelet = rig.kubelet();
-    let target = rig.client.publish(&volume, capability(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published("volume", 256 * MIB, capability()).await;
     let checked = check(&rig.data_dir(), &[]);
     assert_eq!((checked.exit, checked.found), (0, vec![]), "{fstype}");
     let (part, place) = (target.join("part"), rig.dir.path().join("part"));
@@ -337,7 +333,7 @@ async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fsty
         "{fstype}"
     );
     deltapath::sys::mount::unmount_top(&place).expect("unmount");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Without a driver the pool is mounted for the check, and unmounted afterwards.

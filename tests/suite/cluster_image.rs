@@ -138,8 +138,7 @@ async fn backup_story(client: &mut Client, kubelet: &Path) {
         ("restored-again", from_snapshot(&second), &content),
         ("clone", from_volume(&raw), &content),
     ] {
-        let mut request = new_volume(name, SIZE, block_capability());
-        request.volume_content_source = Some(source);
+        let request = new_volume_from(name, SIZE, block_capability(), source);
         let volume = client.create_volume(request).await.expect("create from a source").volume_id;
         let copy = client.publish(&volume, block_capability(), true, kubelet).await.expect("publish");
         expected.assert_equals(&copy, 0, blocks);
@@ -185,8 +184,12 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         assert!(large > small + small / 2, "{fs_type} did not grow: {small} to {large}");
 
         let snapshot = client.create_snapshot(fs_type, &volume).await.expect("snapshot").snapshot_id;
-        let mut request = new_volume(&format!("{fs_type}-larger"), 900 * MIB, capability.clone());
-        request.volume_content_source = Some(from_snapshot(&snapshot));
+        let request = new_volume_from(
+            &format!("{fs_type}-larger"),
+            900 * MIB,
+            capability.clone(),
+            from_snapshot(&snapshot),
+        );
         let larger = client.create_volume(request).await.expect("restore").volume_id;
         let copy = client.publish(&larger, capability.clone(), false, kubelet).await.expect("publish");
         assert_eq!(std::fs::read(copy.join("file")).expect("read"), fs_type.as_bytes());

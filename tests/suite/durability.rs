@@ -109,9 +109,7 @@ async fn a_snapshot_holds_every_acknowledged_write(
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
     let database = Database::open(&target);
     while database.acknowledged() < 5 {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -135,10 +133,10 @@ async fn a_snapshot_holds_every_acknowledged_write(
         request.volume_capabilities.push(block_capability());
         request.volume_content_source = Some(from_snapshot(&snapshot));
         let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-        let seen = rig.client.publish(&restored, capability.clone(), false, &kubelet).await.expect("mount");
+        let seen = rig.publish(&restored, capability.clone()).await;
         let last = last_record(&seen.join("log"));
         assert!(last >= before, "{before} was acknowledged, {last} is there");
-        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+        rig.detach(&restored).await;
         let device = rig.attach(&restored).await;
         fsck(fs_type, &device);
         rig.detach(&restored).await;
@@ -146,19 +144,15 @@ async fn a_snapshot_holds_every_acknowledged_write(
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
     }
     database.close();
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     rig.finish();
 }
 
 /// A freeze ends at its time limit even if nobody thaws, and a thaw after that fails.
 #[apply(device_cases)]
-async fn a_freeze_ends_with_its_bound(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
+async fn a_freeze_ends_with_its_bound(rig: Rig<Dir>, #[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability).await;
     let mounted = mount::mounted_at(&target).expect("mounts").expect("published");
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_millis(300)).expect("freeze");
     let frozen = frozen.expect("nobody else froze it");
@@ -168,6 +162,5 @@ async fn a_freeze_ends_with_its_bound(#[values("ext4", "xfs", "btrfs")] fs_type:
     let late = frozen.thaw();
     written.expect("still frozen after its bound").expect("join").expect("write");
     assert!(late.is_err(), "{fs_type}: a thaw after the bound fails, for a copy may be torn by then");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }

@@ -34,8 +34,7 @@ fn image(rig: &Rig, group: &proto::VolumeGroupSnapshot, member: usize) -> PathBu
 }
 
 #[apply(every_pool)]
-async fn a_group_is_made_once_and_goes_with_all_its_members(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_group_is_made_once_and_goes_with_all_its_members(rig: Rig<pool>) {
     let mut content = [Content::default(), Content::default()];
     let mut volumes = Vec::new();
     for (number, content) in content.iter_mut().enumerate() {
@@ -109,12 +108,10 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(pool: PoolKind) {
     for volume in &volumes {
         rig.detach(volume).await;
     }
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_group_that_can_not_be_is_refused_and_leaves_nothing(rig: Rig<Xfs>) {
     let (volume, _) = rig.block_volume("volume", MIB).await;
     let both = [volume.clone(), volume.clone()];
     let half = [volume.clone(), "vol-00000000000000000000000000000000".to_owned()];
@@ -136,7 +133,7 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
     for dir in ["groups", "snapshots", "staging"] {
         assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Writes n = 1, 2, 3, ... to one file, flushes, then writes n to the other and flushes. Between the numbers are pauses
@@ -190,8 +187,7 @@ fn number_at(path: &Path) -> u64 {
 /// device, flushes, then writes B(n) to another. No group may hold B(n) without A(n). Both orders of the devices in the
 /// request are tested, since a wrong order of cloning shows only with one of them.
 #[apply(every_pool)]
-async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(rig: Rig<pool>) {
     let mut volumes = Vec::new();
     let mut devices = Vec::new();
     for number in 0..2 {
@@ -259,21 +255,17 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(pool: PoolKin
     for volume in &volumes {
         rig.detach(volume).await;
     }
-    rig.finish();
 }
 
 /// Filesystems are frozen together. So a group of filesystems, with at most one raw device, succeeds under any load.
 #[apply(every_pool)]
-async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
+async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(rig: Rig<pool>) {
     let mut volumes = Vec::new();
     let mut targets = Vec::new();
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        targets.push(rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish"));
+        let volume = rig.volume(fs_type, 320 * MIB, capability.clone()).await;
+        targets.push(rig.publish(&volume, capability).await);
         volumes.push(volume);
     }
     let create = |target: &Path| {
@@ -297,15 +289,18 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolK
         writer.end();
         let mut numbers = Vec::new();
         for member in [first, second] {
-            let mut request = new_volume(&format!("restored {round} {member}"), 0, mount_capability(""));
-            request.volume_content_source = Some(from_snapshot(&group.snapshots[member].snapshot_id));
+            let mut request = new_volume_from(
+                &format!("restored {round} {member}"),
+                0,
+                mount_capability(""),
+                from_snapshot(&group.snapshots[member].snapshot_id),
+            );
             request.volume_capabilities = vec![mount_capability(["ext4", "xfs", "btrfs"][member])];
             let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
             let capability = mount_capability(["ext4", "xfs", "btrfs"][member]);
-            let target =
-                rig.client.publish(&restored, capability, false, &kubelet).await.expect("beside its source");
+            let target = rig.publish(&restored, capability).await;
             numbers.push(number_at(&target.join("n")));
-            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+            rig.detach(&restored).await;
             rig.client.delete_volume(&restored).await.expect("delete");
         }
         let [a, b] = numbers[..] else { unreachable!("two members") };
@@ -319,7 +314,6 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolK
     }
     drop(files);
     for volume in &volumes {
-        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+        rig.detach(volume).await;
     }
-    rig.finish();
 }

@@ -165,8 +165,7 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
     let pool = rig.pool_dir();
-    let request = csi_client::new_volume("volume", MIB, csi_client::block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("volume", MIB, csi_client::block_capability()).await;
     let ready = rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe").into_inner().ready;
     assert_eq!(ready, Some(true));
     let device = mount::mounted_at(&pool).expect("mounts").expect("the pool is mounted").source;

@@ -136,8 +136,8 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
                 };
             }
         }
-        let mut request = new_volume("from nothing", MIB, block_capability());
-        request.volume_content_source = Some(csi_client::from_snapshot(&id));
+        let request =
+            new_volume_from("from nothing", MIB, block_capability(), csi_client::from_snapshot(&id));
         assert_eq!(status_code(rig.client.controller.create_volume(request.clone()).await), Code::NotFound);
         request.volume_content_source = Some(csi_client::from_volume(&id));
         assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::NotFound);

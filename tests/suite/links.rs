@@ -22,8 +22,7 @@ fn names(status: tonic::Status, field: &str, path: &Path) {
 
 /// The incident: a target that was a link to /etc got the volume mounted over /etc.
 #[apply(device_test)]
-async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_path_that_is_a_link_is_refused_by_every_node_call(rig: Rig<Dir>) {
     let kubelet = rig.kubelet();
     let (directory, file) = (rig.dir.path().join("etc"), rig.dir.path().join("a-file"));
     std::fs::create_dir(&directory).expect("mkdir");
@@ -34,9 +33,7 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
     symlink(&file, &to_file).expect("symlink");
     symlink(rig.dir.path().join("nothing"), &to_nothing).expect("symlink");
     for (name, capability) in [("files", mount_capability("ext4")), ("raw", block_capability())] {
-        let request = new_volume(name, 16 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let (volume, _) = rig.published(name, 16 * MIB, capability.clone()).await;
         let target = kubelet.join(&volume).join("target");
         crate::node::unpublish_at(&mut rig, &volume, &target).await;
         for link in [&to_directory, &to_file, &to_nothing] {
@@ -63,9 +60,8 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
             assert_eq!(mount::mounted_at(place).expect("mounts"), None, "{}", place.display());
         }
         assert!(to_nothing.is_symlink() && !rig.dir.path().join("nothing").exists());
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.detach(&volume).await;
     }
-    rig.finish();
 }
 
 /// The target is exchanged for a link to another directory again and again while the volume is published. Nothing is ever mounted
@@ -75,9 +71,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 16 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, _) = rig.published("files", 16 * MIB, capability.clone()).await;
     let pod = rig.dir.path().join("pod");
     let (parent, victim) = (pod.join("parent"), rig.dir.path().join("victim"));
     std::fs::create_dir_all(&parent).expect("mkdir");
@@ -132,7 +126,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
         target_path: target.display().to_string(),
     };
     client.node_unpublish_volume(unpublish).await.expect("unpublish");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
     rig.finish();
 }

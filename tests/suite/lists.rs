@@ -22,12 +22,10 @@ async fn snapshots(rig: &mut Rig, request: ListSnapshotsRequest) -> (Vec<String>
 /// Seen in other drivers: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
 /// `next_token` is never set.
 #[apply(device_test)]
-async fn bad_tokens_are_refused_and_pages_are_whole() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn bad_tokens_are_refused_and_pages_are_whole(rig: Rig<Dir>) {
     let mut made = Vec::new();
     for number in 0..5 {
-        let request = new_volume(&format!("volume-{number}"), MIB, block_capability());
-        made.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        made.push(rig.volume(&format!("volume-{number}"), MIB, block_capability()).await);
     }
     made.sort();
 
@@ -70,18 +68,15 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
     rig.client.delete_volume(&made[1]).await.expect("delete");
     let (rest, _) = volume_page(&mut rig, 0, &token).await;
     assert_eq!(rest, made[2..]);
-    rig.finish();
 }
 
 /// Seen in other drivers: the list by source volume returns one of three.
 #[apply(device_test)]
-async fn snapshots_are_filtered_by_source_and_by_id() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn snapshots_are_filtered_by_source_and_by_id(rig: Rig<Dir>) {
     let mut of = [Vec::new(), Vec::new()];
     let mut volumes = Vec::new();
     for (number, taken) in of.iter_mut().enumerate() {
-        let request = new_volume(&format!("volume-{number}"), MIB, block_capability());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let volume = rig.volume(&format!("volume-{number}"), MIB, block_capability()).await;
         for snapshot in 0..3 {
             taken.push(rig.snapshot(&format!("snapshot-{number}-{snapshot}"), &volume).await);
         }
@@ -111,5 +106,4 @@ async fn snapshots_are_filtered_by_source_and_by_id() {
     rig.client.delete_volume(&volumes[0]).await.expect("delete");
     let by_source = ListSnapshotsRequest { source_volume_id: volumes[0].clone(), ..Default::default() };
     assert_eq!(snapshots(&mut rig, by_source).await.0, of[0]);
-    rig.finish();
 }

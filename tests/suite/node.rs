@@ -47,8 +47,7 @@ pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
 /// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The
 /// child had a copy of the descriptor for a moment longer, so the target was busy.
 #[apply(device_test)]
-async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported(rig: Rig<Dir>) {
     let (volume, device) = rig.block_volume("raw", MIB).await;
     let held = std::fs::File::open(&device).expect("open");
     let request = proto::NodeUnpublishVolumeRequest {
@@ -64,12 +63,11 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
     });
     rig.client.node.node_unpublish_volume(request).await.expect("it is closed in a moment");
     closer.join().expect("join");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 #[apply(every_pool)]
-async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
     let meta = std::fs::symlink_metadata(&device).expect("stat");
     assert!(meta.file_type().is_block_device(), "{} is no block device", device.display());
@@ -84,13 +82,12 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: Pool
     }
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 2048);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Seen in other drivers: `readonly` is ignored for Block volumes.
 #[apply(device_test)]
-async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device(rig: Rig<Xfs>) {
     let kubelet = rig.kubelet();
     let shared = with_mode(block_capability(), Mode::SingleNodeMultiWriter);
     let volume = rig.client.create_volume(new_volume("raw", 8 * MIB, shared.clone())).await.expect("create");
@@ -108,31 +105,24 @@ async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
     let other = publish_at(&rig, &volume.volume_id, &second, shared.clone(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(other).await), Code::AlreadyExists);
     unpublish_at(&mut rig, &volume.volume_id, &second).await;
-    rig.client.unpublish(&volume.volume_id, &kubelet).await.expect("unpublish");
-    let device = rig.client.publish(&volume.volume_id, shared, false, &kubelet).await.expect("publish");
+    rig.detach(&volume.volume_id).await;
+    let device = rig.publish(&volume.volume_id, shared).await;
     Content::default().write(&device, 0, 1, 1);
-    rig.client.unpublish(&volume.volume_id, &kubelet).await.expect("unpublish");
+    rig.detach(&volume.volume_id).await;
 
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
     let target = rig.client.publish(&files, mount_capability("ext4"), true, &kubelet).await.expect("publish");
     let error = std::fs::write(target.join("file"), "x").expect_err("a read-only filesystem took a write");
     assert_eq!(error.raw_os_error(), Some(nix::libc::EROFS));
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&files).await;
 }
 
 /// Seen in other drivers: a crash between the mount and the record leaks the mount; unpublish answers `OK`
 /// and unmounts nothing. Here the record comes first and the kernel is asked.
 #[apply(every_pool)]
-async fn what_was_published_before_a_crash_is_found_and_undone(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
+async fn what_was_published_before_a_crash_is_found_and_undone(rig: Rig<pool>) {
     let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target =
-        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "written before").expect("write");
     rig.kill();
     let mut content = Content::default();
@@ -147,24 +137,20 @@ async fn what_was_published_before_a_crash_is_found_and_undone(pool: PoolKind) {
         set_state(&rig.pool_dir(), volume, serde_json::json!({}));
     }
     rig.start_again().await;
-    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&raw).await;
+    rig.detach(&files).await;
     let left: Vec<String> =
         leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
     assert!(left.is_empty(), "unpublish left {left:?}");
     assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
-    let target =
-        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let target = rig.publish(&files, mount_capability("ext4")).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"written before");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&files).await;
 }
 
 #[apply(device_test)]
-async fn node_calls_refuse_what_is_wrong() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let volume =
-        rig.client.create_volume(new_volume("raw", MIB, block_capability())).await.expect("create").volume_id;
+async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
+    let volume = rig.volume("raw", MIB, block_capability()).await;
     let staging = rig.dir.path().join("staging");
     std::fs::create_dir(&staging).expect("mkdir");
     let stage =
@@ -223,32 +209,26 @@ async fn node_calls_refuse_what_is_wrong() {
     unpublish_at(&mut rig, &volume, &target).await;
     assert_eq!(std::fs::read(&target).expect("read"), b"a stranger's");
     assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn a_device_has_the_size_of_its_volume_to_the_byte() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_device_has_the_size_of_its_volume_to_the_byte(rig: Rig<Xfs>) {
     for (number, bytes) in [4096, 3 << 19, (1 << 40) + 4096].into_iter().enumerate() {
         let (volume, device) = rig.block_volume(&format!("volume {number}"), bytes).await;
         assert_eq!(blockdev::size(&device).expect("size"), bytes as u64);
         rig.detach(&volume).await;
     }
-    rig.finish();
 }
 
 /// A restored volume is published read-only at many targets, as backup tools do it.
 #[apply(every_pool)]
 async fn a_restored_volume_is_read_at_many_places(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("", "ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
-    let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
-    let source = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+    let (source, target) = rig.published(&format!("source {fs_type}"), 300 * MIB, capability.clone()).await;
     let mut content = Content::default();
     match fs_type {
         "" => content.write(&target, 5, 5, 5),
@@ -257,9 +237,9 @@ async fn a_restored_volume_is_read_at_many_places(
     let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
     for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
         let readers = with_mode(capability.clone(), mode);
-        let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
-        request.volume_content_source = Some(from_snapshot(&snapshot));
-        let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+        let restored = rig
+            .made_from(&format!("restored {fs_type} {mode:?}"), 0, readers.clone(), from_snapshot(&snapshot))
+            .await;
         // Its source stays mounted for writing.
         let first = rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
         let second = rig.dir.path().join("second");
@@ -286,8 +266,7 @@ async fn a_restored_volume_is_read_at_many_places(
             }
         }
         unpublish_at(&mut rig, &restored, &second).await;
-        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+        rig.detach(&restored).await;
     }
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&source).await;
 }

@@ -20,8 +20,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, w
 /// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on
 /// the change. A kill and a restart in between change nothing.
 #[apply(every_pool)]
-async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
     let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (0, 2000, 1)).await;
     let mut base = (rig.snapshot("snapshot 0", &volume).await, content.clone());
     rig.client.delete_snapshot(&base.0).await.expect("delete");
@@ -57,13 +56,11 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
     rig.detach(&volume).await;
     rig.client.delete_volume(&volume).await.expect("delete");
     assert!(rig.retained().is_empty(), "deleted snapshots are kept that cannot be a base");
-    rig.finish();
 }
 
 /// A deleted snapshot cannot be a target or a source, is not listed, and its name is free.
 #[apply(device_test)]
-async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn a_deleted_snapshot_is_gone_for_all_but_deltas(rig: Rig<Btrfs>) {
     let (volume, device, mut content) = rig.written_volume("volume", 16 * MIB, (0, 10, 1)).await;
     let first = rig.snapshot("first", &volume).await;
     content.write(&device, 3, 2, 2);
@@ -75,8 +72,7 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
     assert_eq!(code(rig.client.delta(&second, &first, 0, 0).await), Code::NotFound);
     assert_eq!(code(rig.client.delta(&first, &first, 0, 0).await), Code::NotFound);
     assert_eq!(code(rig.client.allocated(&first, 0, 0).await), Code::NotFound);
-    let mut restore = new_volume("restored", 16 * MIB, block_capability());
-    restore.volume_content_source = Some(from_snapshot(&first));
+    let restore = new_volume_from("restored", 16 * MIB, block_capability(), from_snapshot(&first));
     assert_eq!(code(rig.client.create_volume(restore).await), Code::NotFound);
     let get = GetSnapshotRequest { snapshot_id: first.clone(), ..Default::default() };
     assert_eq!(status_code(rig.client.controller.get_snapshot(get).await), Code::NotFound);
@@ -84,7 +80,7 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
     assert_eq!(listed.into_inner().entries.len(), 1);
     let again = rig.snapshot("first", &volume).await;
     assert_ne!(again, first, "another snapshot of the same name");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// `--retain-deleted COUNT:AGE`: beyond the count the oldest are removed, after the age all but a volume's newest, and with
@@ -228,8 +224,7 @@ pub fn flip(path: &Path, at: u64) {
 
 /// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
 #[apply(every_pool)]
-async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_flipped_bit_changes_no_answer(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 10, 300, 1);
@@ -255,14 +250,13 @@ async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
             std::fs::write(&path, &sound).expect("restore");
         }
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Unwritten space is a hole. On some filesystems SEEK_DATA reports it as data after it was read, so a map that is made
 /// again may list it. Then the hash that the snapshot before has for the block must not count.
 #[apply(every_pool)]
-async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn zeroed_space_that_was_read_is_a_hole(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
     content.write(&device, 0, 200, 1);
@@ -294,14 +288,13 @@ async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
     map.insert(BlockRange::new(0, 200)).expect("insert");
     map.finish().expect("finish");
     assert_eq!(rig.changed(base, target).await, changed, "{pool:?}: the hash of another snapshot counted");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// A deleted snapshot has only maps and hashes. If they are damaged, a delta from it fails, and the error says what to do.
 /// `verify` names damaged data by snapshot and range.
 #[apply(device_test)]
-async fn damage_that_can_not_be_mended_is_reported() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn damage_that_can_not_be_mended_is_reported(rig: Rig<Btrfs>) {
     let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (10, 300, 1)).await;
     without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
@@ -337,14 +330,13 @@ async fn damage_that_can_not_be_mended_is_reported() {
     let damage = report["damage"].as_array().expect("a list");
     let found = damage.iter().find(|damage| damage["start"] == 100 * BLOCK).expect("the range");
     assert_eq!((found["snapshot"].as_str(), &found["end"]), (Some(target.as_str()), &(101 * BLOCK).into()));
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Seen in other drivers: changes since a snapshot were searched from its `generation`. A restore from the snapshot raises
 /// that, so all changes before the restore were lost.
 #[apply(every_pool)]
-async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_restore_between_two_snapshots_hides_no_change(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 0, 100, 1);
@@ -364,7 +356,7 @@ async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
     rig.detach(&volume).await;
-    rig.detach_and_finish(&restored).await;
+    rig.detach(&restored).await;
 }
 
 fn btrfs_disk(features: &str) -> Disk {
@@ -455,8 +447,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
 /// A record has no checksum. With a wrong birth, later than that of the next snapshot, nothing would seem to be written
 /// since. Then the data is compared instead.
 #[apply(device_test)]
-async fn a_birth_that_can_not_be_loses_no_change() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn a_birth_that_can_not_be_loses_no_change(rig: Rig<Btrfs>) {
     let (volume, device, mut content) = rig.written_volume("volume", 8 * MIB, (0, 100, 1)).await;
     for (round, birth) in [u64::MAX, u64::MAX - 1, 1 << 40].into_iter().enumerate() {
         let first = rig.snapshot(&format!("first {round}"), &volume).await;
@@ -478,5 +469,5 @@ async fn a_birth_that_can_not_be_loses_no_change() {
             "birth {birth}"
         );
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

@@ -46,8 +46,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     if let Some(AccessType::Mount(mount)) = &mut mounted.access_type {
         mount.mount_flags = vec!["noatime".to_owned(), format!("context={SECRET}")];
     }
-    let filesystem = new_volume("mounted", 8 * MIB, mounted.clone());
-    let filesystem = rig.client.create_volume(filesystem).await.expect("create").volume_id;
+    let filesystem = rig.volume("mounted", 8 * MIB, mounted.clone()).await;
 
     let snapshot = proto::CreateSnapshotRequest {
         name: "secretive".into(),

@@ -25,8 +25,7 @@ fn below(dir: &Path, found: &mut Vec<PathBuf>) {
 
 /// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
 #[apply(every_pool)]
-async fn what_is_stored_is_for_root_alone(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn what_is_stored_is_for_root_alone(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     Content::default().write(&device, 0, 10, 1);
     let snapshot = rig.snapshot("snapshot", &volume).await;
@@ -49,7 +48,6 @@ async fn what_is_stored_is_for_root_alone(pool: PoolKind) {
     for id in [volume, clone] {
         rig.detach(&id).await;
     }
-    rig.finish();
 }
 
 /// Whether a directory between `root` and `path` is closed to others.
@@ -62,8 +60,7 @@ fn is_closed_above(path: &Path, root: &Path) -> bool {
 
 /// Blocks of a deleted volume, and those past the end of a smaller one, read as zeros in a new volume.
 #[apply(every_pool)]
-async fn a_new_volume_shows_nothing_of_those_before(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_new_volume_shows_nothing_of_those_before(rig: Rig<pool>) {
     for round in 0..4 {
         let (volume, device) = rig.block_volume(&format!("volume {round}"), 32 * MIB).await;
         let mut bytes = vec![1; 32 << 20];
@@ -80,7 +77,6 @@ async fn a_new_volume_shows_nothing_of_those_before(pool: PoolKind) {
         rig.detach(&volume).await;
         rig.client.delete_volume(&volume).await.expect("delete");
     }
-    rig.finish();
 }
 
 /// The inodes of all internet sockets, in any state, in the driver's network namespace.
@@ -165,8 +161,7 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
 
 /// A message that is too long is refused before it is read into memory.
 #[apply(device_test)]
-async fn a_request_of_more_than_4_mib_is_refused() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_request_of_more_than_4_mib_is_refused(rig: Rig<Dir>) {
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
         let request = GetSnapshotRequest { snapshot_id: "x".repeat(length), ..Default::default() };
         let answer =
@@ -174,7 +169,6 @@ async fn a_request_of_more_than_4_mib_is_refused() {
         assert_eq!(answer.code(), code, "{length} bytes");
         assert!(answer.message().len() < 4096, "a message of {} bytes", answer.message().len());
     }
-    rig.finish();
 }
 
 /// A device with a file that is not the driver's keeps working whatever the driver does with its own devices, even if the

@@ -28,14 +28,12 @@ pub fn refused(command: &mut Command) -> String {
 
 /// Seen in other drivers: two drivers on one state directory corrupt it.
 #[apply(every_pool)]
-async fn a_data_dir_has_one_driver(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_data_dir_has_one_driver(rig: Rig<pool>) {
     let elsewhere = format!("unix://{}", rig.dir.path().join("other.sock").display());
     let said = refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &elsewhere]));
     assert!(said.contains("in use by another driver"), "{said}");
     let request = new_volume("still served", MIB, block_capability());
     rig.client.create_volume(request).await.expect("the first driver goes on");
-    rig.finish();
 }
 
 /// The incident: a driver was killed while it started a program, which has copies of the driver's locks until exec. The next
@@ -134,12 +132,10 @@ async fn a_data_dir_is_started_as_it_was_made() {
 /// Seen in other drivers: with a truncated state file the driver never starts again. Here a damaged record is reported, its
 /// object is withheld, and all others are served.
 #[apply(every_pool)]
-async fn a_record_cut_short_does_not_stop_the_driver(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_record_cut_short_does_not_stop_the_driver(rig: Rig<pool>) {
     let mut ids = Vec::new();
     for name in ["sound", "torn"] {
-        let request = new_volume(name, MIB, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        ids.push(rig.volume(name, MIB, block_capability()).await);
     }
     rig.kill();
     let record = rig.pool_dir().join("volumes").join(&ids[1]).join("record.json");
@@ -163,20 +159,17 @@ async fn a_record_cut_short_does_not_stop_the_driver(pool: PoolKind) {
     assert!(record.exists(), "a damaged object was removed");
     rig.client.delete_volume(&ids[1]).await.expect("delete");
     assert!(!record.exists(), "the repaired record's volume is served again");
-    rig.finish();
 }
 
 /// A driver that is stopped with nothing in use leaves no mount and no device. A driver that is killed leaves its pool
 /// attached, and the next start uses it instead of attaching it again.
 #[apply(device_test)]
-async fn a_start_finds_the_pool_that_a_dead_driver_left() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_start_finds_the_pool_that_a_dead_driver_left(rig: Rig<Xfs>) {
     let attached = || deltapath::sys::sweep::devices_below(rig.dir.path()).expect("devices").len();
     assert_eq!(attached(), 1, "the pool's device");
     let dir = rig.dir.path().to_owned();
     let attached = || deltapath::sys::sweep::devices_below(&dir).expect("devices").len();
-    let request = new_volume("kept", MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("kept", MIB, block_capability()).await;
     for _ in 0..3 {
         rig.kill();
         rig.start_again().await;
@@ -192,7 +185,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     assert_eq!(attached(), 2, "a volume in use keeps its device and its pool");
     rig.start_again().await;
     assert_eq!(attached(), 2);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// A driver without a rig. Even a failing test leaves nothing of it.
@@ -308,10 +301,8 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
 
 /// A pool whose image is missing must not look like an empty pool: every volume would be reported as deleted.
 #[apply(device_test)]
-async fn a_missing_pool_image_is_not_made_anew() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let request = new_volume("kept", MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+async fn a_missing_pool_image_is_not_made_anew(rig: Rig<Xfs>) {
+    let volume = rig.volume("kept", MIB, block_capability()).await;
     assert!(rig.terminate().success());
     let (image, aside) = (rig.data_dir().join("pool.img"), rig.data_dir().join("aside.img"));
     std::fs::rename(&image, &aside).expect("take the image away");
@@ -320,7 +311,7 @@ async fn a_missing_pool_image_is_not_made_anew() {
     std::fs::rename(&aside, &image).expect("bring it back");
     rig.start_again().await;
     rig.attach(&volume).await;
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Clients with gRPC core (Python, C++, Ruby) send the percent-encoded path of the socket as the authority, and grpc-java

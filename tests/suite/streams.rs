@@ -37,8 +37,7 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
 
 /// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`, and an incomplete backup seems complete.
 #[apply(device_test)]
-async fn a_deadline_midway_never_ends_with_ok() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_deadline_midway_never_ends_with_ok(rig: Rig<Xfs>) {
     let (first, second, last) = needle(&mut rig, 512).await;
     let (mut whole, mut cut) = (0, 0);
     for micros in (0..60_000).step_by(1500) {
@@ -68,7 +67,6 @@ async fn a_deadline_midway_never_ends_with_ok() {
     // Without a deadline the stream is complete.
     let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(list.tuples().map(|tuple| tuple.offset).collect::<Vec<_>>(), [last]);
-    rig.finish();
 }
 
 /// The driver itself enforces the deadline, not only the client's library: a raw `grpc-timeout` that the client ignores
@@ -202,8 +200,7 @@ async fn stalled_streams_delay_nobody() {
 
 /// Streams that compare much data and find nothing must not delay the first messages of others: they take turns.
 #[apply(device_test)]
-async fn silent_streams_take_turns_with_others() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn silent_streams_take_turns_with_others(rig: Rig<Xfs>) {
     let (first, second, _) = needle(&mut rig, 512).await;
     let request = delta_of(&first, &second);
     let mut silent = tokio::task::JoinSet::new();
@@ -217,7 +214,6 @@ async fn silent_streams_take_turns_with_others() {
     stream.into_inner().message().await.expect("message").expect("a first message");
     assert!(silent.try_join_next().is_none(), "another stream had to end first");
     silent.shutdown().await;
-    rig.finish();
 }
 
 /// A stream continues while its snapshots are deleted, whether they are retained or removed, since its files are open.
@@ -273,8 +269,7 @@ const STREAMS_REST: u64 = 16 << 20;
 
 /// The incident: 200 streams on blocks of 4 MiB took 1.6 GB, since each held two of its blocks until its end.
 #[apply(device_test)]
-async fn large_blocks_take_no_more_memory() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn large_blocks_take_no_more_memory(rig: Rig<Xfs>) {
     let (first, second, _) = needle_in(&mut rig, 256, "4Mi").await;
     let idle = memory_of(rig.pid());
     let mut streams = tokio::task::JoinSet::new();
@@ -299,7 +294,6 @@ async fn large_blocks_take_no_more_memory() {
     let most = most_memory_of(rig.pid(), all).await;
     assert_eq!(answers, [1; 200]);
     assert!(most < idle + STREAMS_MEMORY, "{} MiB more for 200 streams", (most - idle) >> 20);
-    rig.finish();
 }
 
 /// 1,024 clients request long messages of a full map and do not read them.

@@ -25,8 +25,7 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
 /// Seen in other drivers: the statistics of a Block volume are those of `/dev`'s filesystem, and those of a Filesystem volume
 /// are the host disk's.
 #[apply(every_pool)]
-async fn stats_of_a_block_volume_are_its_own(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn stats_of_a_block_volume_are_its_own(rig: Rig<pool>) {
     let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
     Content::default().write(&device, 0, 256, 1);
     std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
@@ -43,21 +42,18 @@ async fn stats_of_a_block_volume_are_its_own(pool: PoolKind) {
     ] {
         assert_eq!(stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(), expected, "{path}");
     }
-    rig.detach_and_finish(&raw).await;
+    rig.detach(&raw).await;
 }
 
 /// The same for filesystems, which report inodes too.
 #[apply(every_pool)]
 async fn stats_of_a_mounted_volume_are_its_own(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability).await;
     std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
     std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
     for path in [target.clone(), kubelet.join(&volume).join("staging")] {
@@ -74,31 +70,25 @@ async fn stats_of_a_mounted_volume_are_its_own(
             None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
         }
     }
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
-    rig.finish();
 }
 
 /// The mount flag `ro` is a request of the user, so it is not reported as an error. A btrfs that is mounted read-only is not
 /// grown.
 #[apply(device_cases)]
-async fn a_volume_mounted_with_ro_is_well(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn a_volume_mounted_with_ro_is_well(rig: Rig<Xfs>, #[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let (volume, _) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
+    rig.detach(&volume).await;
     rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
     if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
         mount.mount_flags.push("noatime,ro".into());
     }
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&volume, capability).await;
     assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
     assert_eq!(node_health(&rig, &volume).await, []);
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }
 
 fn queue(rig: &Rig, attribute: &str) -> String {
@@ -109,8 +99,7 @@ fn queue(rig: &Rig, attribute: &str) -> String {
 /// VolumeAttributesClass parameters change the attached device, survive a restart, and apply from the start if the volume is
 /// made with them. Writes that are still in the page cache are in a snapshot too.
 #[apply(every_pool)]
-async fn attributes_change_the_live_device(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn attributes_change_the_live_device(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
     let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
         volume_id: volume.to_owned(),
@@ -177,7 +166,6 @@ async fn attributes_change_the_live_device(pool: PoolKind) {
     request.name = "untuned".into();
     request.mutable_parameters.insert("iops".into(), "1".into());
     assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
-    rig.finish();
 }
 
 fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
@@ -211,8 +199,7 @@ fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
 }
 
 #[apply(every_pool)]
-async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
     let publish = ephemeral(&rig, "csi-1234", "64Mi");
     let target = Path::new(&publish.target_path).to_owned();
     for _ in 0..2 {
@@ -278,8 +265,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
         Code::FailedPrecondition
     );
     nothing_is_left(&rig, &flags);
-    let request = new_volume("real", MIB, block_capability());
-    let real = rig.client.create_volume(request).await.expect("create").volume_id;
+    let real = rig.volume("real", MIB, block_capability()).await;
     let posing = ephemeral(&rig, &real, "8Mi");
     assert_eq!(status_code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
     rig.client.delete_volume(&real).await.expect("delete");
@@ -287,7 +273,6 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
     raw.volume_capability = Some(block_capability());
     assert_eq!(status_code(rig.client.node.node_publish_volume(raw.clone()).await), Code::InvalidArgument);
     nothing_is_left(&rig, &raw);
-    rig.finish();
 }
 
 #[apply(device_test)]
@@ -298,8 +283,7 @@ async fn attachments_bind_volumes_to_their_node() {
     assert_eq!(info.max_volumes_per_node, 2);
     let mut ids = Vec::new();
     for name in ["one", "two", "three"] {
-        let request = new_volume(name, MIB, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        ids.push(rig.volume(name, MIB, block_capability()).await);
     }
     let attach = |volume: &str, node: &str, readonly| proto::ControllerPublishVolumeRequest {
         volume_id: volume.to_owned(),

@@ -119,8 +119,7 @@ use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
 /// The checks of csi-sanity and more: the capabilities, which requests are refused, and that a healthy volume has no faults,
 /// wherever it is in use and even where publishing it failed.
 #[apply(every_pool)]
-async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
     let mut controller = rig.client.controller.clone();
     let claimed = controller.controller_get_capabilities(proto::ControllerGetCapabilitiesRequest {}).await;
     let claimed: Vec<_> = claimed.expect("capabilities").into_inner().capabilities;
@@ -141,15 +140,14 @@ async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
 
     let (raw, device) = rig.block_volume("raw", 16 * MIB).await;
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 64 * MIB, capability.clone());
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 64 * MIB, capability.clone()).await;
     // The volume is not in use, or kubelet only tried to use it.
     for (published, staged) in [("", ""), ("/nowhere/published", ""), ("/nowhere/published", "/nowhere")] {
         let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
         assert!(reported.is_empty(), "{reported:?}");
     }
     let kubelet = rig.kubelet();
-    let target = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&files, capability).await;
     let staging = kubelet.join(&files).join("staging").display().to_string();
     let target = target.display().to_string();
     for (published, staged) in [("", ""), (target.as_str(), ""), ("", staging.as_str()), (&target, &staging)]
@@ -193,12 +191,11 @@ async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
         };
         assert_eq!(status_code(controller.controller_list_volume_health(request).await), expected);
     }
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&files).await;
     rig.detach(&raw).await;
     rig.client.delete_volume(&raw).await.expect("delete");
     let request = proto::ControllerGetVolumeHealthRequest { volume_id: raw, ..Default::default() };
     assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
-    rig.finish();
 }
 
 fn data_of(rig: &Rig, volume: &str) -> PathBuf {
@@ -208,12 +205,10 @@ fn data_of(rig: &Rig, volume: &str) -> PathBuf {
 /// A missing or truncated file, and a record that cannot be read, are reported. The list has only such volumes, each once,
 /// with pages of any size.
 #[apply(device_test)]
-async fn lost_bytes_and_records_are_reported_and_listed() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     let mut volumes = Vec::new();
     for number in 0..8 {
-        let request = new_volume(&format!("volume-{number}"), 4 * MIB, block_capability());
-        volumes.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        volumes.push(rig.volume(&format!("volume-{number}"), 4 * MIB, block_capability()).await);
     }
     volumes.sort();
     let ids = |list: Vec<VolumeHealth>| -> Vec<String> {
@@ -278,16 +273,13 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
         file.set_len(4 * MIB as u64).expect("make long again");
     }
     assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is reported no more");
-    rig.finish();
 }
 
 /// It cannot be told whether a volume's file exists, because its directory cannot be read. Here a file is in place of the
 /// directory; with a failing disk it would be an I/O error.
 #[apply(device_test)]
-async fn bytes_that_do_not_answer_are_reported() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let request = new_volume("volume", 4 * MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+async fn bytes_that_do_not_answer_are_reported(rig: Rig<Dir>) {
+    let volume = rig.volume("volume", 4 * MIB, block_capability()).await;
     assert_eq!(health(&rig, &volume).await, []);
     let bytes = data_of(&rig, &volume).parent().expect("a directory").to_owned();
     let moved = bytes.with_extension("moved");
@@ -303,7 +295,6 @@ async fn bytes_that_do_not_answer_are_reported() {
     std::fs::rename(&moved, &bytes).expect("move back");
     assert_eq!(health(&rig, &volume).await, []);
     rig.client.delete_volume(&volume).await.expect("delete");
-    rig.finish();
 }
 
 fn shell(program: &str, arguments: &[&str]) {
@@ -313,14 +304,12 @@ fn shell(program: &str, arguments: &[&str]) {
 /// Only the node reports what other programs and the kernel do to a filesystem in use. The controller does not report it.
 #[apply(device_cases)]
 async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
+    rig: Rig<Dir>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
     let staging = kubelet.join(&volume).join("staging");
     assert_eq!(node_health(&rig, &volume).await, []);
 
@@ -349,7 +338,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     };
     assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
     assert_eq!(health(&rig, &volume).await, []);
-    rig.client.publish(&volume, capability, false, &kubelet).await.expect("published again");
+    rig.publish(&volume, capability).await;
     assert_eq!(node_health(&rig, &volume).await, []);
 
     let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");
@@ -381,22 +370,17 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
         }
         _ => {}
     }
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     assert_eq!(node_health(&rig, &volume).await, [], "{fs_type}");
     rig.client.delete_volume(&volume).await.expect("delete");
-    rig.finish();
 }
 
 /// A device is gone: detached by another program, or lost in a reboot.
 #[apply(device_test)]
-async fn a_node_tells_that_a_device_is_gone() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
+async fn a_node_tells_that_a_device_is_gone(rig: Rig<Dir>) {
     let (raw, target) = rig.block_volume("raw", 16 * MIB).await;
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 64 * MIB, capability.clone());
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&files, capability.clone(), false, &kubelet).await.expect("publish");
+    let (files, _) = rig.published("files", 64 * MIB, capability.clone()).await;
 
     let device = || LoopDevice::find(&data_of(&rig, &raw)).expect("look").expect("a device");
     sys::mount::unmount(&target).expect("a stranger unmounts it");
@@ -416,21 +400,17 @@ async fn a_node_tells_that_a_device_is_gone() {
     let reported = node_health(&rig, &files).await;
     let said = tells(&reported, "DeviceGone", Inaccessible);
     assert!(said.contains("lost in a reboot") && reported.len() == 1, "{reported:?}");
-    rig.client.publish(&files, capability, false, &kubelet).await.expect("publish again");
+    rig.publish(&files, capability).await;
     assert_eq!(node_health(&rig, &files).await, []);
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&files).await;
+    rig.detach(&raw).await;
 }
 
 /// Running calls cause no false faults: between the record of a place and its mount nothing is reported.
 #[apply(device_test)]
-async fn calls_at_work_are_no_trouble() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
+async fn calls_at_work_are_no_trouble(rig: Rig<Dir>) {
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 64 * MIB, capability.clone());
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 64 * MIB, capability.clone()).await;
     let (stop, stopped) = tokio::sync::watch::channel(false);
     let watcher = {
         let (client, files) = (rig.client.clone(), files.clone());
@@ -450,13 +430,11 @@ async fn calls_at_work_are_no_trouble() {
         })
     };
     for round in 0..20 {
-        rig.client.publish(&files, capability.clone(), false, &kubelet).await.expect("publish");
-        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-        let request = new_volume(&format!("passing {round}"), MIB, block_capability());
-        let passing = rig.client.create_volume(request).await.expect("create").volume_id;
+        rig.publish(&files, capability.clone()).await;
+        rig.detach(&files).await;
+        let passing = rig.volume(&format!("passing {round}"), MIB, block_capability()).await;
         rig.client.delete_volume(&passing).await.expect("delete");
     }
     stop.send(true).expect("the watcher lives");
     assert!(watcher.await.expect("no alarm") > 20, "the watcher made too few calls");
-    rig.finish();
 }

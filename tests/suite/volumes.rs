@@ -59,8 +59,7 @@ async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked(pool
 }
 
 #[apply(device_test)]
-async fn what_is_wrong_with_a_request_is_said() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn what_is_wrong_with_a_request_is_said(rig: Rig<Dir>) {
     let good = || new_volume("good", MIB, block_capability());
     let mut cases: Vec<(&str, proto::CreateVolumeRequest, Code, &str)> = Vec::new();
     cases.push((
@@ -162,14 +161,12 @@ async fn what_is_wrong_with_a_request_is_said() {
     }
     assert!(names(&rig.pool_dir().join("volumes")).is_empty(), "a refused call made something");
     assert!(names(&rig.pool_dir().join("staging")).is_empty(), "a refused call left something");
-    rig.finish();
 }
 
 /// Seen in other drivers: the content source is not recorded, so a retry with another source or mode answers `OK`, and a
 /// retry of a clone answers `ALREADY_EXISTS`.
 #[apply(every_pool)]
-async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn creation_is_idempotent_by_name_and_clashes_are_reported(rig: Rig<pool>) {
     let origin = rig.client.create_volume(sized("origin", 8 * MIB, 0)).await.expect("create").volume_id;
     let snapshots = [rig.snapshot("one", &origin).await, rig.snapshot("two", &origin).await];
     let request = |source: Option<proto::VolumeContentSource>| {
@@ -205,14 +202,12 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind)
     rig.client.delete_snapshot(&snapshots[0]).await.expect("delete");
     let again = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await;
     assert_eq!(again.expect("a retry"), made);
-    rig.finish();
 }
 
 /// Seen in other drivers: after a restore into a larger volume the backing file is too short, and reads past its end fail
 /// with EIO.
 #[apply(every_pool)]
-async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_restore_into_a_larger_volume_has_the_full_size(rig: Rig<pool>) {
     let (origin, device, mut content) = rig.written_volume("origin", 8 * MIB, (0, 16, 1)).await;
     content.write(&device, 2047, 1, 2);
     let snapshot = rig.snapshot("taken", &origin).await;
@@ -228,7 +223,7 @@ async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
     let mut smaller = sized("smaller", 0, 4 * MIB);
     smaller.volume_content_source = Some(from_snapshot(&snapshot));
     assert_eq!(code(rig.client.create_volume(smaller).await), Code::OutOfRange);
-    rig.detach_and_finish(&origin).await;
+    rig.detach(&origin).await;
 }
 
 /// Seen in other drivers: one lock is held during copies, and GetCapacity waits 20 s for a restore. Here it answers within
@@ -294,8 +289,7 @@ async fn a_long_copy_is_in_nobodys_way() {
 
 /// Seen in other drivers: deleted volumes leave loop devices on deleted files.
 #[apply(every_pool)]
-async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(rig: Rig<pool>) {
     let pool_dir = rig.pool_dir();
     let devices = |below: &Path| devices_below(below).expect("devices").len();
     let (volume, device) = rig.block_volume("used", MIB).await;
@@ -321,12 +315,10 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(pool: P
         rig.client.delete_volume(id).await.expect("an unknown id");
     }
     assert_eq!(code(rig.client.delete_volume("").await), Code::InvalidArgument);
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours(rig: Rig<Dir>) {
     let volume = rig.client.create_volume(sized("block", MIB, 0)).await.expect("create").volume_id;
     let validate = |capabilities, volume_id: &str| proto::ValidateVolumeCapabilitiesRequest {
         volume_id: volume_id.to_owned(),
@@ -355,13 +347,11 @@ async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
         let answer = controller.validate_volume_capabilities(validate(capabilities, id)).await;
         assert_eq!(answer.expect_err("refused").code(), expected);
     }
-    rig.finish();
 }
 
 /// The copy has the content of the snapshot even if its volume is written during the copy.
 #[apply(every_pool)]
-async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_restore_is_exact_while_the_source_is_written(rig: Rig<pool>) {
     let (origin, device, mut content) = rig.written_volume("origin", 64 * MIB, (0, 8192, 1)).await;
     content.discard(&device, 100, 50);
     let snapshot = rig.snapshot("taken", &origin).await;
@@ -387,5 +377,5 @@ async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
     }
     writing.store(false, std::sync::atomic::Ordering::SeqCst);
     writer.join().expect("the writer");
-    rig.detach_and_finish(&origin).await;
+    rig.detach(&origin).await;
 }

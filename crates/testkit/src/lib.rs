@@ -108,6 +108,17 @@ pub fn temp_dir() -> TempDir {
     tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir")
 }
 
+/// A request for a volume that is made from something.
+pub fn new_volume_from(
+    name: &str,
+    bytes: i64,
+    capability: proto::VolumeCapability,
+    source: proto::VolumeContentSource,
+) -> proto::CreateVolumeRequest {
+    let volume_content_source = Some(source);
+    proto::CreateVolumeRequest { volume_content_source, ..csi_client::new_volume(name, bytes, capability) }
+}
+
 /// The root of a mount that is seen where it is.
 pub fn root_of(mount: &Mount) -> Root {
     Root::open(mount).expect("open").expect("nothing is mounted over it")
@@ -273,9 +284,18 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets.
+/// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets. One that takes a `rig: Rig<Xfs>` is given a
+/// driver on this pool, which is stopped in order at its end and must leave nothing.
 #[macro_export]
 macro_rules! device_test {
+    ($(#[$attribute:meta])* async fn $name:ident($rig:ident: Rig<$pool:ident>) $body:tt) => {
+        $(#[$attribute])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name() {
+            $crate::with_rig! { $rig, $crate::PoolKind::$pool, $body }
+        }
+    };
     ($($test:tt)*) => {
         #[test_with::root]
         #[tokio::test(flavor = "multi_thread")]
@@ -283,9 +303,30 @@ macro_rules! device_test {
     };
 }
 
+/// A test between the start of its driver and the end.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_rig {
+    ($rig:ident, $pool:expr, $body:tt) => {
+        #[allow(unused_mut)]
+        let mut $rig = $crate::Rig::start($pool).await;
+        $body
+        $rig.finish();
+    };
+}
+
 /// The same for each `#[case]`, or for each of the `#[values]`.
 #[macro_export]
 macro_rules! device_cases {
+    ($(#[$case:meta])* async fn $name:ident($rig:ident: Rig<$pool:ident>, $($more:tt)*) $body:tt) => {
+        #[rstest::rstest]
+        $(#[$case])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name($($more)*) {
+            $crate::with_rig! { $rig, $crate::PoolKind::$pool, $body }
+        }
+    };
     ($(#[$case:meta])* async fn $($test:tt)*) => {
         #[rstest::rstest]
         $(#[$case])*
@@ -307,9 +348,17 @@ macro_rules! root_cases {
     };
 }
 
-/// The same on every pool, the first argument.
+/// The same on every pool, the first argument, or what the rig's driver is on (`rig: Rig<pool>`).
 #[macro_export]
 macro_rules! every_pool {
+    ($(#[$attribute:meta])* async fn $name:ident($rig:ident: Rig<$pool:ident> $(, $($more:tt)*)?) $body:tt) => {
+        $crate::every_pool! {
+            $(#[$attribute])*
+            async fn $name($pool: PoolKind $(, $($more)*)?) {
+                $crate::with_rig! { $rig, $pool, $body }
+            }
+        }
+    };
     ($(#[$attribute:meta])* async fn $name:ident($pool:ident: PoolKind $(, $($more:tt)*)?) $body:tt) => {
         #[rstest::rstest]
         $(#[$attribute])*

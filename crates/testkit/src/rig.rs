@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability};
+use csi_client::{Client, block_capability, new_volume};
 use deltapath::sys::sweep::sweep;
+use proto::{VolumeCapability, VolumeContentSource};
 use tempfile::TempDir;
 
 use crate::content::{Content, blocks_of};
-use crate::{BLOCK, PoolKind, leftovers, names, program, signal, temp_dir, wait};
+use crate::{BLOCK, PoolKind, leftovers, names, new_volume_from, program, signal, temp_dir, wait};
 
 pub struct Rig {
     pub client: Client,
@@ -194,11 +195,9 @@ impl Rig {
 
     /// The same with a block size.
     pub async fn block_volume_of(&mut self, name: &str, bytes: i64, block_size: &str) -> (String, PathBuf) {
-        let mut request = csi_client::new_volume(name, bytes, block_capability());
+        let mut request = new_volume(name, bytes, block_capability());
         request.parameters.insert("blockSize".into(), block_size.into());
-        let volume = self.client.create_volume(request).await.expect("CreateVolume");
-        let device = self.attach(&volume.volume_id).await;
-        (volume.volume_id, device)
+        self.made_and_attached(request).await
     }
 
     /// A published Block volume made from something.
@@ -206,18 +205,62 @@ impl Rig {
         &mut self,
         name: &str,
         bytes: i64,
-        source: proto::VolumeContentSource,
+        source: VolumeContentSource,
     ) -> (String, PathBuf) {
-        let mut request = csi_client::new_volume(name, bytes, block_capability());
-        request.volume_content_source = Some(source);
-        let volume = self.client.create_volume(request).await.expect("CreateVolume from a source");
-        let device = self.attach(&volume.volume_id).await;
-        (volume.volume_id, device)
+        self.made_and_attached(new_volume_from(name, bytes, block_capability(), source)).await
+    }
+
+    async fn made_and_attached(&mut self, request: proto::CreateVolumeRequest) -> (String, PathBuf) {
+        let volume = self.client.create_volume(request).await.expect("CreateVolume").volume_id;
+        let device = self.attach(&volume).await;
+        (volume, device)
+    }
+
+    /// A volume that nobody uses.
+    pub async fn volume(&mut self, name: &str, bytes: i64, capability: VolumeCapability) -> String {
+        self.client.create_volume(new_volume(name, bytes, capability)).await.expect("CreateVolume").volume_id
+    }
+
+    /// The same made from something.
+    pub async fn made_from(
+        &mut self,
+        name: &str,
+        bytes: i64,
+        capability: VolumeCapability,
+        source: VolumeContentSource,
+    ) -> String {
+        let request = new_volume_from(name, bytes, capability, source);
+        self.client.create_volume(request).await.expect("CreateVolume from a source").volume_id
+    }
+
+    /// A volume, and where it is published.
+    pub async fn published(
+        &mut self,
+        name: &str,
+        bytes: i64,
+        capability: VolumeCapability,
+    ) -> (String, PathBuf) {
+        let volume = self.volume(name, bytes, capability.clone()).await;
+        let target = self.publish(&volume, capability).await;
+        (volume, target)
+    }
+
+    /// Stages a volume and publishes it for writing: where.
+    pub async fn publish(&mut self, volume_id: &str, capability: VolumeCapability) -> PathBuf {
+        self.try_publish(volume_id, capability).await.expect("publish")
+    }
+
+    pub async fn try_publish(
+        &mut self,
+        volume_id: &str,
+        capability: VolumeCapability,
+    ) -> csi_client::Result<PathBuf> {
+        let kubelet = self.kubelet();
+        self.client.publish(volume_id, capability, false, &kubelet).await
     }
 
     pub async fn attach(&mut self, volume_id: &str) -> PathBuf {
-        let kubelet = self.kubelet();
-        self.client.publish(volume_id, block_capability(), false, &kubelet).await.expect("publish")
+        self.publish(volume_id, block_capability()).await
     }
 
     pub async fn detach(&mut self, volume_id: &str) {

@@ -12,8 +12,7 @@ use testkit::{PoolKind, Rig, names};
 /// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and
 /// the loop device stayed for ever.
 #[apply(device_test)]
-async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails(rig: Rig<Xfs>) {
     let mut orders = Orders::new(rig.dir.path());
     let (volumes, mut failed) = (rig.pool_dir().join("volumes"), 0);
     for at in 1.. {
@@ -52,5 +51,4 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
         }
     }
     assert!(failed > 5, "only {failed} retries failed");
-    rig.finish();
 }

@@ -7,8 +7,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
 #[apply(device_test)]
-async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up(rig: Rig<Btrfs>) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 10, 100, 1);
@@ -34,5 +33,5 @@ async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_it
     let dir = live(&rig, &base);
     until("the bytes are freed", || !dir.bytes().exists()).await;
     assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

@@ -173,8 +173,7 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
     let data = live(&rig, &damaged.base.0).data();
     spoil(&disk, &data, 120 * BLOCK);
     assert!(damaged.answers(&mut rig).await, "maps and hashes are sound");
-    let mut restore = new_volume("restored", 64 * MIB, block_capability());
-    restore.volume_content_source = Some(from_snapshot(&damaged.base.0));
+    let restore = new_volume_from("restored", 64 * MIB, block_capability(), from_snapshot(&damaged.base.0));
     match rig.client.create_volume(restore).await {
         // The volume shares the block with the snapshot, so reading it fails too.
         Ok(volume) => {
@@ -348,13 +347,15 @@ async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKin
                     .for_each(|path| forget(path));
             }
             failed += usize::from(!line.answers(&mut rig).await);
-            let mut restore =
-                new_volume(&format!("{} for {part}", line.base.0), 64 * MIB, block_capability());
-            restore.volume_content_source = Some(from_snapshot(&line.base.0));
+            let restore = new_volume_from(
+                &format!("{} for {part}", line.base.0),
+                64 * MIB,
+                block_capability(),
+                from_snapshot(&line.base.0),
+            );
             match rig.client.create_volume(restore).await {
                 Ok(volume) => {
-                    let device =
-                        rig.client.publish(&volume.volume_id, block_capability(), false, &kubelet).await;
+                    let device = rig.try_publish(&volume.volume_id, block_capability()).await;
                     let mut found = vec![0; SECTOR];
                     let read =
                         device.map(|device| open_device(&device).read_exact_at(&mut found, 120 * BLOCK));

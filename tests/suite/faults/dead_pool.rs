@@ -28,15 +28,11 @@ struct Scene {
 /// A driver with a device and a filesystem in use, on a pool that is then shut down.
 async fn shut_down() -> Scene {
     let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
     let (raw, _, content) = rig.written_volume("raw", 16 * MIB, (5, 200, 1)).await;
     let base = rig.snapshot("base", &raw).await;
     let dir = live(&rig, &base);
     until("hashed", || is_hashed(&dir)).await;
-    let request = new_volume("files", 32 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    let target =
-        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (files, target) = rig.published("files", 32 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "here").expect("write");
     super::sync_fs(&target);
     let listed = listed(&rig).await;
@@ -54,7 +50,7 @@ impl Scene {
             storage_tells(&storage(&self.rig).await, "PoolShutDown", StorageTrouble::StorageUnreachable);
         assert!(said.contains("Input/output error"), "{said}");
         for volume in [&self.raw, &self.files] {
-            self.rig.client.unpublish(volume, &kubelet).await.expect("the pod ends");
+            self.rig.detach(volume).await;
         }
         let below: Vec<PathBuf> = vec![kubelet.clone()];
         let left = leftovers(self.rig.dir.path());
@@ -72,11 +68,11 @@ impl Scene {
         self.content.assert_equals(&device, 0, 300);
         let list = self.rig.client.allocated(&self.base, 0, 0).await.expect("allocated");
         assert_eq!(blocks_of(&list, BLOCK), self.content.allocated(BLOCK));
-        let target = self.rig.client.publish(&self.files, mount_capability("ext4"), false, &kubelet).await;
-        assert_eq!(std::fs::read_to_string(target.expect("publish").join("file")).expect("read"), "here");
+        let target = self.rig.publish(&self.files, mount_capability("ext4")).await;
+        assert_eq!(std::fs::read_to_string(target.join("file")).expect("read"), "here");
         verify(&self.rig);
         for volume in [&self.raw, &self.files] {
-            self.rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+            self.rig.detach(volume).await;
             self.rig.client.delete_volume(volume).await.expect("DeleteVolume");
         }
         self.rig.finish();

@@ -9,7 +9,6 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, names};
 
 /// A short run of everything: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
-    let kubelet = rig.kubelet();
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 100, 300, 1);
@@ -24,15 +23,13 @@ async fn lives(mut rig: Rig) {
     before.assert_equals(&path, 0, 16384);
     rig.detach(&restored).await;
     let capability = mount_capability("ext4");
-    let files = rig.client.create_volume(new_volume("files", 64 * MIB, capability.clone())).await;
-    let files = files.expect("create").volume_id;
-    let directory = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
+    let (files, directory) = rig.published("files", 64 * MIB, capability).await;
     std::fs::write(directory.join("file"), "there").expect("write");
     rig.snapshot("frozen", &files).await;
     rig.kill();
     rig.start_again().await;
     after.assert_equals(&device, 0, 16384);
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&files).await;
     rig.detach(&volume).await;
     for id in [&volume, &restored, &files] {
         rig.client.delete_volume(id).await.expect("delete");

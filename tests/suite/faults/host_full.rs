@@ -45,8 +45,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
     // Nothing new is begun, so no call can damage what exists.
     for _ in 0..3 {
         let create = rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await;
-        let mut restore = new_volume("restored", 256 * MIB, block_capability());
-        restore.volume_content_source = Some(from_snapshot(&base));
+        let restore = new_volume_from("restored", 256 * MIB, block_capability(), from_snapshot(&base));
         let restore = rig.client.create_volume(restore).await;
         let snapshot = rig.client.create_snapshot("third", &volume).await;
         let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await;

@@ -93,12 +93,9 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     after.discard(&device, 1000, 10);
     let target = rig.snapshot("target", &volume).await;
     let idle = rig.client.create_volume(new_volume("idle", MIB, block_capability())).await.expect("create");
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    let kubelet = rig.kubelet();
-    let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (files, root) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
     std::fs::write(root.join("file"), "here").expect("write");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&files).await;
     hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
     assert_eq!(health(&rig, &volume).await, []);
@@ -118,10 +115,9 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     for _ in 0..3 {
         rig.attach(&idle.volume_id).await;
         rig.detach(&idle.volume_id).await;
-        let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await;
-        let root = root.expect("publish on a full pool");
+        let root = rig.publish(&files, mount_capability("ext4")).await;
         assert_eq!(std::fs::read_to_string(root.join("file")).expect("read"), "here");
-        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+        rig.detach(&files).await;
     }
     let failing = async |rig: &mut Rig| {
         let fresh = new_volume("fresh", 8 * MIB, block_capability());
@@ -129,8 +125,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
         exhausted(rig.client.create_snapshot("third", &volume).await);
         exhausted(rig.client.create_group("group", &[volume.clone(), idle.volume_id.clone()]).await);
         for (name, source) in [("restored", from_snapshot(&base)), ("cloned", from_volume(&volume))] {
-            let mut request = new_volume(name, 64 * MIB, block_capability());
-            request.volume_content_source = Some(source);
+            let request = new_volume_from(name, 64 * MIB, block_capability(), source);
             exhausted(rig.client.create_volume(request).await);
         }
         exhausted(rig.client.expand_volume(&volume, 96 * MIB).await);
@@ -236,8 +231,7 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     let disk = Disk::ext4(320 << 20);
     let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
-    let volume = rig.client.create_volume(new_volume("attached", MIB, block_capability())).await;
-    let volume = volume.expect("create").volume_id;
+    let volume = rig.volume("attached", MIB, block_capability()).await;
     let mut controller = rig.client.controller.clone();
     let attach = proto::ControllerPublishVolumeRequest {
         volume_id: volume.clone(),

@@ -98,25 +98,23 @@ async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrf
     let whole = path_without(dir.path(), "none-is-missing");
     let environment = vec![("PATH", OsString::from(&bin))];
     let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
-    let kubelet = rig.kubelet();
     let mkfs = format!("mkfs.{fs_type}");
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+    let volume = rig.volume(fs_type, 320 * MIB, capability.clone()).await;
+    let error = rig.try_publish(&volume, capability.clone()).await.expect_err("mkfs");
     assert_eq!(error.code(), Code::Internal, "{error}");
     let text = error.to_string();
     assert!(text.contains(&mkfs) && text.contains("install the program"), "{text}");
     script(&bin, &mkfs, "for device; do :; done; echo junk >\"$device\"; echo 'half-way' >&2; exit 1");
-    let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+    let error = rig.try_publish(&volume, capability.clone()).await.expect_err("mkfs");
     assert!(error.to_string().contains("half-way"), "{error}");
-    rig.client.unpublish(&volume, &kubelet).await.expect("given up");
+    rig.detach(&volume).await;
     rig.kill();
     rig.environment = vec![("PATH", OsString::from(whole))];
     rig.start_again().await;
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&volume, capability).await;
     std::fs::write(target.join("file"), "there").expect("write");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     rig.finish();
 }
 
@@ -133,8 +131,7 @@ async fn no_mkfs_outlives_the_driver() {
     );
     let environment = vec![("PATH", OsString::from(&bin))];
     let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
-    let request = new_volume("volume", 64 * MIB, mount_capability("ext4"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("volume", 64 * MIB, mount_capability("ext4")).await;
     let staging = tokio::spawn({
         let (mut client, kubelet, volume) = (rig.client.clone(), rig.kubelet(), volume.clone());
         async move { client.publish(&volume, mount_capability("ext4"), false, &kubelet).await }
@@ -147,7 +144,6 @@ async fn no_mkfs_outlives_the_driver() {
     staging.await.expect("staging").expect_err("the driver is gone");
     until("its end", || !process.exists()).await;
     rig.start_again().await;
-    let kubelet = rig.kubelet();
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     rig.finish();
 }

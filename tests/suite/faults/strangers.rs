@@ -25,15 +25,11 @@ use testkit::{MIB, PoolKind, Rig, temp_dir};
 /// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {
     let work = async {
-        let kubelet = rig.kubelet();
         let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
         Content::default().write(&device, 1, 100, 1);
         let snapshot = rig.snapshot("snapshot", &volume).await;
         let (restored, _) = rig.volume_from("restored", 0, from_snapshot(&snapshot)).await;
-        let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-        let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-        let target =
-            rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+        let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
         let request = proto::NodeGetVolumeStatsRequest {
             volume_id: files.clone(),
             volume_path: target.to_string_lossy().into_owned(),
@@ -45,7 +41,7 @@ async fn everything_works(rig: &mut Rig) {
         rig.kill();
         rig.start_again().await;
         for volume in [&restored, &files, &volume] {
-            rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+            rig.detach(volume).await;
             rig.client.delete_volume(volume).await.expect("DeleteVolume");
         }
         testkit::ok(
@@ -89,11 +85,8 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     assert!(mounted.expect("mount").success());
     program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let kubelet = rig.kubelet();
-    let request = new_volume("files", 128 * MIB, mount_capability("btrfs"));
-    let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    rig.client.publish(&files, mount_capability("btrfs"), false, &kubelet).await.expect("publish");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    let (files, _) = rig.published("files", 128 * MIB, mount_capability("btrfs")).await;
+    rig.detach(&files).await;
     rig.client.delete_volume(&files).await.expect("DeleteVolume");
     rig.finish();
 }
@@ -231,8 +224,7 @@ async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
         }
     }
     let mut rig = Rig::start(PoolKind::Dir).await;
-    let request = new_volume("raw", MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let volume = rig.volume("raw", MIB, block_capability()).await;
     let numbers =
         std::fs::read_dir("/sys/block").expect("/sys/block").map(|entry| entry.expect("entry").path());
     let is_free =

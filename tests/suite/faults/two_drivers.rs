@@ -17,8 +17,7 @@ fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
 }
 
 #[apply(every_pool)]
-async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_data_directory_is_one_by_any_path(rig: Rig<pool>) {
     let (volume, _) = rig.block_volume("volume", MIB).await;
     let devices = devices_below(rig.dir.path()).expect("devices").len();
     let (link, bind) = (rig.dir.path().join("link"), rig.dir.path().join("bind"));
@@ -37,7 +36,7 @@ async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
     std::fs::remove_dir(&staging).expect("remove");
     mount::unmount(&bind).expect("unmount");
     rig.snapshot("the first goes on", &volume).await;
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// One image with two names, in two data directories.
