@@ -91,10 +91,6 @@ async fn of_pool(table: &mut Table, pool: PoolKind) {
 }
 
 async fn modify(rig: &mut Rig, id: &str, name: &str, value: &str) {
-    let request = ControllerModifyVolumeRequest {
-        volume_id: id.to_owned(),
-        mutable_parameters: [(name.to_owned(), value.to_owned())].into(),
-        ..Default::default()
-    };
+    let request = requests::modify(id, &[(name, value)]);
     rig.client.controller.controller_modify_volume(request).await.expect("ControllerModifyVolume");
 }

@@ -21,21 +21,13 @@ fn copy(from: &Path, to: &Path) {
 }
 
 async fn confirmed(rig: &mut Rig, volume: &str, capability: VolumeCapability) -> bool {
-    let request = proto::ValidateVolumeCapabilitiesRequest {
-        volume_id: volume.to_owned(),
-        volume_capabilities: vec![capability],
-        ..Default::default()
-    };
+    let request = requests::validate(volume, vec![capability]);
     let answer = rig.client.controller.validate_volume_capabilities(request).await.expect("validate");
     answer.into_inner().confirmed.is_some()
 }
 
 async fn usage(rig: &Rig, volume: &str, target: &Path) -> Vec<proto::VolumeUsage> {
-    let request = proto::NodeGetVolumeStatsRequest {
-        volume_id: volume.to_owned(),
-        volume_path: target.display().to_string(),
-        ..Default::default()
-    };
+    let request = requests::stats(volume, &target);
     rig.client.node.clone().node_get_volume_stats(request).await.expect("stats").into_inner().usage
 }
 
@@ -46,11 +38,7 @@ async fn stage(rig: &Rig, volume: &str, path: &Path, capability: VolumeCapabilit
 }
 
 async fn unstage(rig: &Rig, volume: &str, path: &Path) {
-    let request = proto::NodeUnstageVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: path.display().to_string(),
-    };
-    rig.client.node.clone().node_unstage_volume(request).await.expect("unstage");
+    rig.client.node.clone().node_unstage_volume(requests::unstage(volume, &path)).await.expect("unstage");
 }
 
 #[apply(every_pool)]

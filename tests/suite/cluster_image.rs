@@ -165,12 +165,7 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         let size = |path: &Path| nix::sys::statvfs::statvfs(path).map(|fs| fs.blocks() * fs.fragment_size());
         let small = size(&target).expect("statvfs");
         client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-        let request = proto::NodeExpandVolumeRequest {
-            volume_id: volume.clone(),
-            volume_path: target.display().to_string(),
-            ..Default::default()
-        };
-        match client.node.node_expand_volume(request).await {
+        match client.node.node_expand_volume(requests::node_expand(&volume, &target)).await {
             Ok(_) => {}
             // Growing a mounted ext4 takes a capability that even root may lack on some machines.
             Err(status) if fs_type == "ext4" && !may_grow_ext4 => {

@@ -35,8 +35,7 @@ async fn file_device_and_filesystem_grow_while_in_use(
         assert_eq!(expanded.capacity_bytes, bytes);
         assert!(expanded.node_expansion_required, "a filesystem grows on the node");
         assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
-        let request = node_expand(&rig, &volume, bytes);
-        let answer = rig.client.node.node_expand_volume(request).await;
+        let answer = rig.client.node.node_expand_volume(node_expand(&rig, &volume, bytes)).await;
         let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
         if fs_type == "ext4" && is_more && !may_grow_ext4 {
             // Without the capability the kernel does not grow a mounted ext4, so it grows at the next stage.
@@ -117,10 +116,7 @@ async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(rig: 
         let same = rig.client.delta(snapshot, snapshot, capacity, 0).await.expect("at the end");
         assert_eq!(same.capacity, capacity as u64);
         assert_eq!(code(rig.client.allocated(snapshot, capacity + 1, 0).await), Code::OutOfRange);
-        let listed = rig
-            .client
-            .controller
-            .get_snapshot(proto::GetSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() });
+        let listed = rig.client.controller.get_snapshot(requests::snapshot(&snapshot));
         let listed = listed.await.expect("get").into_inner().snapshot.expect("a snapshot");
         assert_eq!(listed.size_bytes, capacity);
     }

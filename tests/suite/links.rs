@@ -43,16 +43,10 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call(rig: Rig<Dir>) {
             let stage = stage_of(&volume, link, capability.clone());
             let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
             names(refused, "staging_target_path", link);
-            let unpublish = proto::NodeUnpublishVolumeRequest {
-                volume_id: volume.clone(),
-                target_path: link.display().to_string(),
-            };
+            let unpublish = requests::unpublish(&volume, &link);
             let refused = rig.client.node.node_unpublish_volume(unpublish).await.expect_err("unpublish");
             names(refused, "target_path", link);
-            let unstage = proto::NodeUnstageVolumeRequest {
-                volume_id: volume.clone(),
-                staging_target_path: link.display().to_string(),
-            };
+            let unstage = requests::unstage(&volume, &link);
             let refused = rig.client.node.node_unstage_volume(unstage).await.expect_err("unstage");
             names(refused, "staging_target_path", link);
         }
@@ -79,10 +73,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let target = parent.join("target");
     let is_over = AtomicBool::new(false);
     let mut client = rig.client.node.clone();
-    let unpublish = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: kubelet.join(&volume).join("target").display().to_string(),
-    };
+    let unpublish = requests::unpublish(&volume, &kubelet.join(&volume).join("target"));
     client.node_unpublish_volume(unpublish).await.expect("unpublish");
     let request = publish_at(&rig, &volume, &target, capability, false);
     let aside = pod.join("aside");
@@ -105,11 +96,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
                     if mount::mounted_at(&victim).expect("mounts").is_some() {
                         return Err(());
                     }
-                    let unpublish = proto::NodeUnpublishVolumeRequest {
-                        volume_id: volume.clone(),
-                        target_path: target.display().to_string(),
-                    };
-                    let _ = client.node_unpublish_volume(unpublish).await;
+                    let _ = client.node_unpublish_volume(requests::unpublish(&volume, &target)).await;
                 }
                 Ok(())
             })
@@ -121,11 +108,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     while mount::mounted_at(&aside).expect("mounts").is_some() {
         mount::unmount_top(&aside).expect("unmount");
     }
-    let unpublish = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: target.display().to_string(),
-    };
-    client.node_unpublish_volume(unpublish).await.expect("unpublish");
+    client.node_unpublish_volume(requests::unpublish(&volume, &target)).await.expect("unpublish");
     rig.detach(&volume).await;
     assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
     rig.finish();

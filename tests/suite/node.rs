@@ -37,11 +37,7 @@ pub fn publish_at(
 }
 
 pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
-    let request = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        target_path: target.display().to_string(),
-    };
-    rig.client.node.node_unpublish_volume(request).await.expect("unpublish");
+    rig.client.node.node_unpublish_volume(requests::unpublish(volume, &target)).await.expect("unpublish");
 }
 
 /// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The
@@ -50,10 +46,7 @@ pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
 async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported(rig: Rig<Dir>) {
     let (volume, device) = rig.block_volume("raw", MIB).await;
     let held = std::fs::File::open(&device).expect("open");
-    let request = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: device.display().to_string(),
-    };
+    let request = requests::unpublish(&volume, &device);
     let reported = rig.client.node.node_unpublish_volume(request.clone()).await.expect_err("it is open");
     assert_eq!(reported.code(), Code::Internal, "{reported}");
     assert!(reported.message().contains("busy"), "{reported}");
@@ -187,11 +180,9 @@ async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
     for (volume, target, expected) in
         [("", "/x", Code::InvalidArgument), (volume.as_str(), "", Code::InvalidArgument)]
     {
-        let request =
-            proto::NodeUnpublishVolumeRequest { volume_id: volume.into(), target_path: target.into() };
+        let request = requests::unpublish(volume, target);
         assert_eq!(status_code(rig.client.node.node_unpublish_volume(request).await), expected);
-        let request =
-            proto::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: target.into() };
+        let request = requests::unstage(volume, target);
         assert_eq!(status_code(rig.client.node.node_unstage_volume(request).await), expected);
     }
     // Published over its staging path, it would be unstaged by the unpublish.
@@ -201,9 +192,7 @@ async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
         ..publish_at(&rig, &volume, &staging, block_capability(), false)
     };
     assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
-    let unstage =
-        proto::NodeUnstageVolumeRequest { volume_id: volume.clone(), staging_target_path: path.clone() };
-    rig.client.node.node_unstage_volume(unstage).await.expect("unstage");
+    rig.client.node.node_unstage_volume(requests::unstage(&volume, &path)).await.expect("unstage");
     // Nothing of ours is there, so nothing is undone, and the file of another program stays.
     std::fs::write(&target, "a stranger's").expect("write");
     unpublish_at(&mut rig, &volume, &target).await;

@@ -47,10 +47,7 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path(rig: Rig<Dir>) {
     std::fs::create_dir(&path).expect("mkdir");
     let mut node = rig.client.node.clone();
     let stage = |volume: &str| stage_of(volume, &path, mount_capability("ext4"));
-    let unstage = |volume: &str| proto::NodeUnstageVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: path.display().to_string(),
-    };
+    let unstage = |volume: &str| requests::unstage(volume, &path);
     let refused = node.node_stage_volume(stage(&raw)).await;
     assert_eq!(status_code(refused), Code::FailedPrecondition, "it holds data and no filesystem");
     node.node_stage_volume(stage(&files)).await.expect("stage");
@@ -77,10 +74,7 @@ async fn what_is_not_ours_is_never_undone(rig: Rig<Xfs>) {
 
     let stage = stage_of(&volumes[1], &staging, mount_capability("ext4"));
     assert_eq!(status_code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
-    let unstage = proto::NodeUnstageVolumeRequest {
-        volume_id: volumes[1].clone(),
-        staging_target_path: stage.staging_target_path,
-    };
+    let unstage = requests::unstage(&volumes[1], stage.staging_target_path);
     rig.client.node.node_unstage_volume(unstage).await.expect("nothing to undo");
     assert_eq!(std::fs::read(staging.join("file")).expect("still mounted"), b"kept");
 
@@ -103,8 +97,7 @@ async fn what_is_not_ours_is_never_undone(rig: Rig<Xfs>) {
     rig.detach(&raw).await;
     let staging = kubelet.join(&raw).join("staging");
     std::fs::create_dir_all(&staging).expect("mkdir");
-    let stage = stage_of(&raw, &staging, block_capability());
-    rig.client.node.node_stage_volume(stage).await.expect("stage");
+    rig.client.node.node_stage_volume(stage_of(&raw, &staging, block_capability())).await.expect("stage");
     let over = publish_at(&rig, &raw, &file, block_capability(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
     unpublish_at(&mut rig, &raw, &file).await;
@@ -127,10 +120,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away(rig: Rig<Dir>) 
     let stranger = rig.dir.path().join("second-target");
     std::fs::write(&stranger, "").expect("make a target");
     deltapath::sys::mount::bind(&device, &stranger, false).expect("bind");
-    let request = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: stranger.display().to_string(),
-    };
+    let request = requests::unpublish(&volume, &stranger);
     rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
     assert!(!stranger.exists());
     let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
@@ -169,10 +159,7 @@ async fn two_volumes_never_share_a_place(rig: Rig<Xfs>) {
     let mounts = deltapath::sys::mount::mounts().expect("mounts");
     assert_eq!(mounts.iter().filter(|mount| mount.mount_point == place).count(), 1, "stacked");
     for stage in stages {
-        let request = proto::NodeUnstageVolumeRequest {
-            volume_id: stage.volume_id.clone(),
-            staging_target_path: stage.staging_target_path,
-        };
+        let request = requests::unstage(&stage.volume_id, stage.staging_target_path);
         rig.client.node.node_unstage_volume(request).await.expect("unstage");
         rig.client.delete_volume(&stage.volume_id).await.expect("delete");
     }

@@ -74,7 +74,7 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas(rig: Rig<Btrfs>) {
     assert_eq!(code(rig.client.allocated(&first, 0, 0).await), Code::NotFound);
     let restore = new_volume_from("restored", 16 * MIB, block_capability(), from_snapshot(&first));
     assert_eq!(code(rig.client.create_volume(restore).await), Code::NotFound);
-    let get = GetSnapshotRequest { snapshot_id: first.clone(), ..Default::default() };
+    let get = requests::snapshot(&first);
     assert_eq!(status_code(rig.client.controller.get_snapshot(get).await), Code::NotFound);
     let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
     assert_eq!(listed.into_inner().entries.len(), 1);

@@ -108,11 +108,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     let before = rig.dir.path().join("data");
     let mut found = Vec::new();
     files_with_secret(&before, &mut found);
-    let unstage = proto::NodeUnstageVolumeRequest {
-        volume_id: filesystem,
-        staging_target_path: staging.display().to_string(),
-    };
-    rig.client.node.node_unstage_volume(unstage).await.expect("unstage");
+    rig.client.node.node_unstage_volume(requests::unstage(filesystem, &staging)).await.expect("unstage");
     let delete = proto::DeleteSnapshotRequest { snapshot_id: snapshot, secrets: secrets() };
     rig.client.controller.delete_snapshot(delete).await.expect("delete");
     let delete = proto::DeleteVolumeRequest { volume_id: volume, secrets: secrets() };

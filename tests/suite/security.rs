@@ -163,7 +163,7 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
 #[apply(device_test)]
 async fn a_request_of_more_than_4_mib_is_refused(rig: Rig<Dir>) {
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
-        let request = GetSnapshotRequest { snapshot_id: "x".repeat(length), ..Default::default() };
+        let request = requests::snapshot("x".repeat(length));
         let answer =
             rig.client.controller.get_snapshot(request).await.map(drop).expect_err("no such snapshot");
         assert_eq!(answer.code(), code, "{length} bytes");

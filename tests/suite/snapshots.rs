@@ -129,7 +129,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(rig: Rig<pool
         rig.client.delete_volume(id).await.expect("delete the source");
     }
     assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
-    let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id.clone(), ..Default::default() };
+    let get = requests::snapshot(&taken.snapshot_id);
     let got = rig.client.controller.get_snapshot(get).await.expect("get").into_inner().snapshot;
     assert_eq!(got, Some(taken.clone()));
     let (restored, device) = rig.volume_from("restored", 8 * MIB, from_snapshot(&taken.snapshot_id)).await;
@@ -141,7 +141,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(rig: Rig<pool
     rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete");
     rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete again");
     rig.client.delete_snapshot("../unknown").await.expect("an unknown id");
-    let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id, ..Default::default() };
+    let get = requests::snapshot(taken.snapshot_id);
     assert_eq!(rig.client.controller.get_snapshot(get).await.expect_err("gone").code(), Code::NotFound);
 }
 
@@ -387,8 +387,7 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else(rig: Ri
         group.snapshots.iter().chain(&again.group_snapshot.expect("a group").snapshots).chain(&list)
     {
         assert_eq!(snapshot.accessible_topology, only_here, "{snapshot:?}");
-        let get =
-            proto::GetSnapshotRequest { snapshot_id: snapshot.snapshot_id.clone(), ..Default::default() };
+        let get = requests::snapshot(&snapshot.snapshot_id);
         let reported = controller.get_snapshot(get).await.expect("get").into_inner();
         assert_eq!(reported.snapshot.expect("a snapshot").accessible_topology, only_here);
     }

@@ -14,11 +14,7 @@ use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig, set_state, status_code};
 
 async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>, tonic::Status> {
-    let request = proto::NodeGetVolumeStatsRequest {
-        volume_id: volume.to_owned(),
-        volume_path: path.display().to_string(),
-        ..Default::default()
-    };
+    let request = requests::stats(volume, &path);
     Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
 }
 
@@ -184,10 +180,7 @@ fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeReq
 }
 
 fn undo(publish: &proto::NodePublishVolumeRequest) -> proto::NodeUnpublishVolumeRequest {
-    proto::NodeUnpublishVolumeRequest {
-        volume_id: publish.volume_id.clone(),
-        target_path: publish.target_path.clone(),
-    }
+    requests::unpublish(&publish.volume_id, &publish.target_path)
 }
 
 fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
@@ -292,11 +285,7 @@ async fn attachments_bind_volumes_to_their_node() {
         readonly,
         ..Default::default()
     };
-    let detach = |volume: &str, node: &str| proto::ControllerUnpublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        node_id: node.to_owned(),
-        ..Default::default()
-    };
+    let detach = |volume: &str, node: &str| requests::detach(volume, node);
     let mut controller = rig.client.controller.clone();
     for _ in 0..2 {
         controller.controller_publish_volume(attach(&ids[0], "node-1", true)).await.expect("attach");

@@ -19,9 +19,7 @@ use testkit::{MIB, PoolKind, Rig, status_code};
 
 /// The faults of a volume, as the controller reports them.
 pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
-    let request =
-        proto::ControllerGetVolumeHealthRequest { volume_id: volume.to_owned(), ..Default::default() };
-    let reported = rig.client.controller.clone().controller_get_volume_health(request).await;
+    let reported = rig.client.controller.clone().controller_get_volume_health(requests::health(volume)).await;
     of(reported.expect("ControllerGetVolumeHealth").into_inner().volume_health, volume)
 }
 
@@ -177,8 +175,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
         assert_eq!(refused.code(), expected, "{volume} {published} {staged}: {refused}");
     }
     for (volume, expected) in [("", Code::InvalidArgument), ("unknown", Code::NotFound)] {
-        let request =
-            proto::ControllerGetVolumeHealthRequest { volume_id: volume.into(), ..Default::default() };
+        let request = requests::health(volume);
         assert_eq!(status_code(controller.controller_get_volume_health(request).await), expected);
     }
     for (max_entries, token, expected) in
@@ -194,7 +191,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
     rig.detach(&files).await;
     rig.detach(&raw).await;
     rig.client.delete_volume(&raw).await.expect("delete");
-    let request = proto::ControllerGetVolumeHealthRequest { volume_id: raw, ..Default::default() };
+    let request = requests::health(raw);
     assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
 }
 
@@ -331,11 +328,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     tells(&reported, "NotMounted", Inaccessible);
     assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
     // The statistics must not be those of the filesystem below the mount point.
-    let stats = proto::NodeGetVolumeStatsRequest {
-        volume_id: volume.clone(),
-        volume_path: target_path,
-        ..Default::default()
-    };
+    let stats = requests::stats(&volume, target_path);
     assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
     assert_eq!(health(&rig, &volume).await, []);
     rig.publish(&volume, capability).await;
@@ -361,11 +354,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
             let reported = node_health(&rig, &volume).await;
             let said = tells(&reported, "FilesystemShutDown", Inaccessible);
             assert!(said.contains("does not answer"), "{said}");
-            let stats = proto::NodeGetVolumeStatsRequest {
-                volume_id: volume.clone(),
-                volume_path: target.display().to_string(),
-                ..Default::default()
-            };
+            let stats = requests::stats(&volume, &target);
             assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::Internal);
         }
         _ => {}

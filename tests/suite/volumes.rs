@@ -320,11 +320,7 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(rig: Ri
 #[apply(device_test)]
 async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours(rig: Rig<Dir>) {
     let volume = rig.client.create_volume(sized("block", MIB, 0)).await.expect("create").volume_id;
-    let validate = |capabilities, volume_id: &str| proto::ValidateVolumeCapabilitiesRequest {
-        volume_id: volume_id.to_owned(),
-        volume_capabilities: capabilities,
-        ..Default::default()
-    };
+    let validate = |capabilities, volume_id: &str| requests::validate(volume_id, capabilities);
     let controller = &mut rig.client.controller;
     let answer = controller.validate_volume_capabilities(validate(vec![block_capability()], &volume)).await;
     let confirmed = answer.expect("validate").into_inner().confirmed.expect("confirmed");

@@ -20,6 +20,7 @@ pub mod pages;
 pub mod places;
 pub mod plugin;
 mod pool;
+pub mod requests;
 mod rig;
 pub mod running;
 pub mod sanity;

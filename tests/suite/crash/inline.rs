@@ -43,7 +43,7 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails(rig: 
             }
             failed += usize::from(again.is_err());
         }
-        let unpublish = NodeUnpublishVolumeRequest { volume_id, target_path };
+        let unpublish = requests::unpublish(volume_id, target_path);
         rig.client.node.node_unpublish_volume(unpublish).await.expect("unpublish");
         assert_eq!(names(&volumes), Vec::<String>::new(), "killed before step {at}");
         if published {

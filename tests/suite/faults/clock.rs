@@ -62,7 +62,7 @@ impl Clock {
 }
 
 async fn created(rig: &Rig, snapshot: &str) -> (i64, i32) {
-    let request = GetSnapshotRequest { snapshot_id: snapshot.to_owned(), ..Default::default() };
+    let request = requests::snapshot(snapshot);
     let answer = rig.client.controller.clone().get_snapshot(request).await.expect("get").into_inner();
     let at = answer.snapshot.expect("a snapshot").creation_time.expect("creation_time");
     (at.seconds, at.nanos)

@@ -111,9 +111,7 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     let request = proto::ControllerListVolumeHealthRequest::default();
     let list = client.controller.controller_list_volume_health(request).await;
     assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
-    let request =
-        proto::ControllerGetVolumeHealthRequest { volume_id: scene.raw.clone(), ..Default::default() };
-    let reported = client.controller.controller_get_volume_health(request).await;
+    let reported = client.controller.controller_get_volume_health(requests::health(&scene.raw)).await;
     assert_eq!(reported.expect_err("nothing is known of it").code(), Code::Unavailable);
     scene.comes_back().await;
 }

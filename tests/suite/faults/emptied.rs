@@ -280,8 +280,7 @@ async fn a_full_btrfs_pool_of_an_earlier_version_is_emptied_after_an_upgrade() {
         rig.client.delete_volume(id).await.expect("DeleteVolume on a full pool");
     }
     assert_nothing_half_made(&rig);
-    let request = new_volume("after", 64 * MIB, block_capability());
-    rig.client.create_volume(request).await.expect("create");
+    rig.client.create_volume(new_volume("after", 64 * MIB, block_capability())).await.expect("create");
     assert!(rig.terminate().success());
     rig.start_again().await;
     assert_eq!(listed(&rig).await.0.len(), 1);

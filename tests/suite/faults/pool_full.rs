@@ -72,11 +72,7 @@ fn write_and_sync(device: &Path, block: u64, count: u64) -> std::io::Result<()> 
 }
 
 async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
-    let request = proto::ControllerModifyVolumeRequest {
-        volume_id: volume.to_owned(),
-        mutable_parameters: [("readAheadKiB".to_owned(), kib.to_owned())].into(),
-        ..Default::default()
-    };
+    let request = requests::modify(volume, &[("readAheadKiB", kib)]);
     let answer = rig.client.controller.clone().controller_modify_volume(request).await;
     answer.map(drop).map_err(|status| Error { call: "ControllerModifyVolume", status })
 }
@@ -120,8 +116,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
         rig.detach(&files).await;
     }
     let failing = async |rig: &mut Rig| {
-        let fresh = new_volume("fresh", 8 * MIB, block_capability());
-        exhausted(rig.client.create_volume(fresh).await);
+        exhausted(rig.client.create_volume(new_volume("fresh", 8 * MIB, block_capability())).await);
         exhausted(rig.client.create_snapshot("third", &volume).await);
         exhausted(rig.client.create_group("group", &[volume.clone(), idle.volume_id.clone()]).await);
         for (name, source) in [("restored", from_snapshot(&base)), ("cloned", from_volume(&volume))] {
@@ -233,15 +228,9 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
     let volume = rig.volume("attached", MIB, block_capability()).await;
     let mut controller = rig.client.controller.clone();
-    let attach = proto::ControllerPublishVolumeRequest {
-        volume_id: volume.clone(),
-        node_id: "node-1".into(),
-        volume_capability: Some(block_capability()),
-        ..Default::default()
-    };
-    controller.controller_publish_volume(attach).await.expect("attach");
+    controller.controller_publish_volume(requests::attach(&volume, "node-1")).await.expect("attach");
     let ballast = Ballast::fill(&rig.pool_dir());
-    let detach = proto::ControllerUnpublishVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    let detach = requests::detach(&volume, "");
     controller.controller_unpublish_volume(detach).await.expect("detach on a full pool");
     rig.client.delete_volume(&volume).await.expect("delete");
     assert_nothing_half_made(rig);

@@ -81,11 +81,7 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
         read_only(rig.client.create_snapshot("third", &volume).await);
         read_only(rig.client.create_group("group", std::slice::from_ref(&volume)).await);
         read_only(rig.client.expand_volume(&volume, 96 * MIB).await);
-        let modify = proto::ControllerModifyVolumeRequest {
-            volume_id: volume.clone(),
-            mutable_parameters: [("readAheadKiB".to_owned(), "512".to_owned())].into(),
-            ..Default::default()
-        };
+        let modify = requests::modify(&volume, &[("readAheadKiB", "512")]);
         let modified = rig.client.controller.controller_modify_volume(modify).await;
         read_only(modified.map_err(|status| Error { call: "ControllerModifyVolume", status }));
         read_only(rig.try_publish(&volume, block_capability()).await);

@@ -30,11 +30,7 @@ async fn everything_works(rig: &mut Rig) {
         let snapshot = rig.snapshot("snapshot", &volume).await;
         let (restored, _) = rig.volume_from("restored", 0, from_snapshot(&snapshot)).await;
         let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
-        let request = proto::NodeGetVolumeStatsRequest {
-            volume_id: files.clone(),
-            volume_path: target.to_string_lossy().into_owned(),
-            ..Default::default()
-        };
+        let request = requests::stats(&files, &target);
         rig.client.node.node_get_volume_stats(request).await.expect("NodeGetVolumeStats");
         rig.client.expand_volume(&volume, 16 * MIB).await.expect("ControllerExpandVolume");
         rig.snapshot("of the files", &files).await;

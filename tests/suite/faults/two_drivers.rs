@@ -57,8 +57,7 @@ async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] p
     std::fs::remove_file(rig.data_dir().join("lock")).expect("remove");
     let said = second(&rig, pool, &rig.data_dir());
     assert!(said.contains("pool.img") && said.contains("another"), "{said}");
-    let request = new_volume("the first goes on", MIB, block_capability());
-    rig.client.create_volume(request).await.expect("create");
+    rig.client.create_volume(new_volume("the first goes on", MIB, block_capability())).await.expect("create");
     rig.snapshot("the first goes on", &volume).await;
     rig.detach_and_finish(&volume).await;
 }
