@@ -106,23 +106,6 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
 }
 
 #[test]
-fn every_target_in_the_pages_exists() {
-    let (pages, makefile) = (pages(), read("Makefile"));
-    // Targets in code are after a backtick, or at the beginning of a line.
-    let mut targets: Vec<&str> = Vec::new();
-    for before in ["`make ", "\nmake "] {
-        let named = pages.split(before).skip(1);
-        targets.extend(named.filter_map(|rest| {
-            rest.split(|c: char| !c.is_ascii_lowercase() && !c.is_ascii_digit() && c != '-').next()
-        }));
-    }
-    assert!(targets.len() > 8, "only {targets:?} are found");
-    for target in targets {
-        assert!(makefile.contains(&format!("\n{target}:")), "the Makefile has no target {target}");
-    }
-}
-
-#[test]
 fn every_parameter_in_the_reference_is_accepted() {
     use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
     let page = read("docs/reference.md");

@@ -12,12 +12,9 @@ use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
 
 fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRequest {
-    proto::NodeExpandVolumeRequest {
-        volume_id: volume.to_owned(),
-        volume_path: rig.kubelet().join(volume).join("target").display().to_string(),
-        capacity_range: Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 }),
-        ..Default::default()
-    }
+    let mut request = requests::node_expand(volume, rig.kubelet().join(volume).join("target"));
+    request.capacity_range = Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 });
+    request
 }
 
 /// Seen in other drivers: expansion changes only a record, and file, device and filesystem keep their size.
@@ -50,82 +47,6 @@ async fn file_device_and_filesystem_grow_while_in_use(
         assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
         assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     }
-    rig.detach(&volume).await;
-}
-
-#[apply(device_cases)]
-async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
-    rig: Rig<Xfs>,
-    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
-) {
-    let capability = mount_capability(fs_type);
-    let (volume, _) = rig.published(fs_type, 400 * MIB, capability.clone()).await;
-    rig.detach(&volume).await;
-    rig.client.expand_volume(&volume, 1000 * MIB).await.expect("expand");
-    let target = rig.publish(&volume, capability).await;
-    let space = sys::space(&target).expect("statvfs");
-    assert!(space.total > 800 << 20, "{fs_type}: {} bytes on a volume of 1000 MiB", space.total);
-    rig.detach(&volume).await;
-}
-
-/// A smaller request is rounded up to the least that the filesystem needs. That is enough to be staged, staged again, and
-/// grown: the kernel does not resize a btrfs to less than 256 MiB.
-#[apply(device_cases)]
-async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
-    rig: Rig<Xfs>,
-    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
-) {
-    let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create");
-    let (id, size) = (volume.volume_id, volume.capacity_bytes);
-    let mut before = 0;
-    for _ in 0..2 {
-        let target = rig.publish(&id, capability.clone()).await;
-        before = sys::space(&target).expect("statvfs").total;
-        rig.detach(&id).await;
-    }
-    rig.client.expand_volume(&id, size + 64 * MIB).await.expect("expand");
-    let target = rig.publish(&id, capability).await;
-    let after = sys::space(&target).expect("statvfs").total;
-    assert!(after > before + (32 << 20), "{fs_type}: {before} bytes, and {after} of 64 MiB more");
-    rig.detach(&id).await;
-}
-
-/// Seen in other drivers: after an expansion an old snapshot reports the new, larger capacity.
-#[apply(every_pool)]
-async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(rig: Rig<pool>) {
-    let (volume, device, mut content) = rig.written_volume("growing", 8 * MIB, (100, 10, 1)).await;
-    let before = content.clone();
-    let small = rig.snapshot("small", &volume).await;
-    let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
-    let size = 20 * MIB + BLOCK as i64;
-    assert_eq!(expanded.capacity_bytes, size, "rounded up to a block");
-    assert!(!expanded.node_expansion_required, "a device has grown already");
-    assert_eq!(blockdev::size(&device).expect("size"), size as u64);
-    content.write(&device, 5000, 121, 2);
-    let large = rig.snapshot("large", &volume).await;
-    rig.detach(&volume).await;
-    let device = rig.attach(&volume).await;
-    assert_eq!(blockdev::size(&device).expect("size"), size as u64);
-    content.assert_equals(&device, 0, size as u64 / BLOCK);
-
-    for (snapshot, capacity) in [(&small, 8 * MIB), (&large, size)] {
-        let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
-        assert_eq!(list.capacity, capacity as u64);
-        let same = rig.client.delta(snapshot, snapshot, capacity, 0).await.expect("at the end");
-        assert_eq!(same.capacity, capacity as u64);
-        assert_eq!(code(rig.client.allocated(snapshot, capacity + 1, 0).await), Code::OutOfRange);
-        let listed = rig.client.controller.get_snapshot(requests::snapshot(&snapshot));
-        let listed = listed.await.expect("get").into_inner().snapshot.expect("a snapshot");
-        assert_eq!(listed.size_bytes, capacity);
-    }
-    assert_eq!(rig.changed(&small, &large).await, content.changed_since(&before, BLOCK));
-
-    let (restored, device) = rig.volume_from("old size", 0, from_snapshot(&small)).await;
-    assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
-    before.assert_equals(&device, 0, 2048);
-    rig.detach(&restored).await;
     rig.detach(&volume).await;
 }
 

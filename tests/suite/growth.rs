@@ -72,7 +72,11 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
 ) {
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let (small, target) = rig.published("small", least, capability.clone()).await;
+    let small = new_volume("small", MIB, capability.clone());
+    let small = rig.client.create_volume(small).await.expect("create");
+    assert_eq!(small.capacity_bytes, least, "a smaller request is rounded up");
+    let small = small.volume_id;
+    let target = rig.publish(&small, capability.clone()).await;
     write_files(&target);
     let snapshot = rig.snapshot("small", &small).await;
     let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");

@@ -192,21 +192,6 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     rig.finish();
 }
 
-/// If the address is in use, the start fails and names the flag.
-#[apply(device_test)]
-async fn a_taken_metrics_address_is_an_error() {
-    let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let output = testkit::driver_command(dir.path(), PoolKind::Dir)
-        .args(["--http-endpoint", &taken.local_addr().expect("address").to_string()])
-        .stderr(std::process::Stdio::piped())
-        .output()
-        .expect("run");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("--http-endpoint"), "{said}");
-}
-
 /// Found from outside: 64 connections that asked for metrics without reading them held every place for ever.
 #[apply(device_test)]
 async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {

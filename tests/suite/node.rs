@@ -200,15 +200,6 @@ async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
     assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
 }
 
-#[apply(device_test)]
-async fn a_device_has_the_size_of_its_volume_to_the_byte(rig: Rig<Xfs>) {
-    for (number, bytes) in [4096, 3 << 19, (1 << 40) + 4096].into_iter().enumerate() {
-        let (volume, device) = rig.block_volume(&format!("volume {number}"), bytes).await;
-        assert_eq!(blockdev::size(&device).expect("size"), bytes as u64);
-        rig.detach(&volume).await;
-    }
-}
-
 /// A restored volume is published read-only at many targets, as backup tools do it.
 #[apply(every_pool)]
 async fn a_restored_volume_is_read_at_many_places(

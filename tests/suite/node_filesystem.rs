@@ -77,39 +77,6 @@ async fn data_is_never_formatted_over(rig: Rig<Xfs>) {
     rig.detach(&sources[0]).await;
 }
 
-/// If a restored volume is larger than its snapshot, its filesystem is grown to the volume's size.
-#[apply(device_cases)]
-async fn stage_grows_a_restored_filesystem_to_its_volume(
-    rig: Rig<Xfs>,
-    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
-) {
-    let (small, target) = rig.published("small", 300 * MIB, mount_capability(fs_type)).await;
-    std::fs::write(target.join("file"), "kept").expect("write");
-    let snapshot = rig.snapshot("small", &small).await;
-    let large = rig.made_from("large", 900 * MIB, mount_capability(fs_type), from_snapshot(&snapshot)).await;
-    let target = rig.publish(&large, mount_capability(fs_type)).await;
-    let space = deltapath::sys::space(&target).expect("statvfs");
-    assert!(space.total > 700 << 20, "{fs_type} has {} bytes on a volume of 900 MiB", space.total);
-    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
-    for volume in [&small, &large] {
-        rig.detach(volume).await;
-    }
-}
-
-/// A filesystem that the kernel has shut down answers everything with EIO. It can still be unmounted, and its volume can be
-/// deleted.
-#[apply(device_test)]
-async fn a_filesystem_that_is_shut_down_is_unpublished(rig: Rig<Dir>) {
-    let (volume, target) = rig.published("files", 300 * MIB, mount_capability("xfs")).await;
-    let shutdown =
-        deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-    shutdown.expect("shutdown");
-    assert!(std::fs::metadata(&target).is_err(), "the filesystem still answers");
-    rig.detach(&volume).await;
-    assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
-    rig.client.delete_volume(&volume).await.expect("delete");
-}
-
 /// What our own mkfs wrote before it was interrupted may be overwritten, but not what the user wrote later.
 #[apply(device_test)]
 async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes(rig: Rig<Xfs>) {

@@ -58,31 +58,6 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
     assert!(rig.retained().is_empty(), "deleted snapshots are kept that cannot be a base");
 }
 
-/// A deleted snapshot cannot be a target or a source, is not listed, and its name is free.
-#[apply(device_test)]
-async fn a_deleted_snapshot_is_gone_for_all_but_deltas(rig: Rig<Btrfs>) {
-    let (volume, device, mut content) = rig.written_volume("volume", 16 * MIB, (0, 10, 1)).await;
-    let first = rig.snapshot("first", &volume).await;
-    content.write(&device, 3, 2, 2);
-    let second = rig.snapshot("second", &volume).await;
-    rig.client.delete_snapshot(&first).await.expect("delete");
-    rig.client.delete_snapshot(&first).await.expect("again");
-    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), [3, 4]);
-    assert_eq!(code(rig.client.delta(&second, &first, 0, 0).await), Code::NotFound);
-    assert_eq!(code(rig.client.delta(&first, &first, 0, 0).await), Code::NotFound);
-    assert_eq!(code(rig.client.allocated(&first, 0, 0).await), Code::NotFound);
-    let restore = new_volume_from("restored", 16 * MIB, block_capability(), from_snapshot(&first));
-    assert_eq!(code(rig.client.create_volume(restore).await), Code::NotFound);
-    let get = requests::snapshot(&first);
-    assert_eq!(status_code(rig.client.controller.get_snapshot(get).await), Code::NotFound);
-    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
-    assert_eq!(listed.into_inner().entries.len(), 1);
-    let again = rig.snapshot("first", &volume).await;
-    assert_ne!(again, first, "another snapshot of the same name");
-    rig.detach(&volume).await;
-}
-
 /// `--retain-deleted COUNT:AGE`: beyond the count the oldest are removed, after the age all but a volume's newest, and with
 /// 0 none is kept. Deltas across removed snapshots stay exact.
 #[apply(every_pool)]

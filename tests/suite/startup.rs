@@ -26,16 +26,6 @@ pub fn refused(command: &mut Command) -> String {
     String::from_utf8(output.stderr).expect("utf-8")
 }
 
-/// Seen in other drivers: two drivers on one state directory corrupt it.
-#[apply(every_pool)]
-async fn a_data_dir_has_one_driver(rig: Rig<pool>) {
-    let elsewhere = format!("unix://{}", rig.dir.path().join("other.sock").display());
-    let said = refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &elsewhere]));
-    assert!(said.contains("in use by another driver"), "{said}");
-    let request = new_volume("still served", MIB, block_capability());
-    rig.client.create_volume(request).await.expect("the first driver goes on");
-}
-
 /// The incident: a driver was killed while it started a program, which has copies of the driver's locks until exec. The next
 /// driver was started at once, and reported that another driver is running.
 #[apply(device_test)]
