@@ -109,6 +109,46 @@ pub fn temp_dir() -> TempDir {
     tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir")
 }
 
+/// A directory that is freed of mounts and devices when this is dropped, also where a test fails.
+pub struct Swept(pub PathBuf);
+
+impl Drop for Swept {
+    fn drop(&mut self) {
+        let _ = deltapath::sys::sweep::sweep(&self.0);
+    }
+}
+
+/// A directory for a test without a rig, and what frees it.
+pub fn swept_dir() -> (TempDir, Swept) {
+    let dir = temp_dir();
+    let swept = Swept(dir.path().to_owned());
+    (dir, swept)
+}
+
+/// All that a program has said.
+pub fn said(output: &std::process::Output) -> String {
+    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// What `deltapath verify` finds in a data directory.
+pub fn verify(data_dir: &Path) -> std::process::Output {
+    let mut command = Command::new(program("deltapath"));
+    command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
+    command.output().expect("run deltapath verify")
+}
+
+/// The ids of a group's snapshots.
+pub fn members(group: &proto::VolumeGroupSnapshot) -> Vec<String> {
+    group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect()
+}
+
+/// A number of `/proc/PID/status`: memory in KiB.
+pub fn process_status(pid: u32, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).expect(field);
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
 /// A request for a volume that is made from something.
 pub fn new_volume_from(
     name: &str,

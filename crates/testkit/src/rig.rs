@@ -10,10 +10,12 @@ use proto::{VolumeCapability, VolumeContentSource};
 use tempfile::TempDir;
 
 use crate::content::{Content, blocks_of};
-use crate::{BLOCK, PoolKind, leftovers, names, new_volume_from, program, signal, temp_dir, wait};
+use crate::{BLOCK, PoolKind, Swept, leftovers, names, new_volume_from, program, signal, temp_dir, wait};
 
 pub struct Rig {
     pub client: Client,
+    /// Of a driver that does not start, too.
+    _swept: Swept,
     pub dir: TempDir,
     pool: PoolKind,
     arguments: Vec<String>,
@@ -55,19 +57,15 @@ impl Rig {
         environment: Vec<(&'static str, std::ffi::OsString)>,
         log_filter: &str,
     ) -> Self {
-        let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        let log_filter = log_filter.to_owned();
-        let mut rig = PartialRig { dir: Some(dir), pool, arguments, environment, log_filter };
-        let (child, client) = rig.spawn().await;
-        let mut rig = Rig {
-            client,
-            dir: rig.dir.take().expect("set above"),
-            pool,
-            arguments: rig.arguments.clone(),
-            environment: rig.environment.clone(),
-            log_filter: rig.log_filter.clone(),
-            child: Some(child),
-        };
+        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let swept = Swept(dir.path().to_owned());
+        let started = try_command(dir.path(), pool, &arguments, &environment, log_filter).await;
+        let (child, client) = started.unwrap_or_else(|ended| {
+            let log = std::fs::read_to_string(dir.path().join("driver.log")).unwrap_or_default();
+            panic!("the driver did not start ({ended}):\n{log}");
+        });
+        let (log_filter, child) = (log_filter.to_owned(), Some(child));
+        let mut rig = Rig { client, _swept: swept, dir, pool, arguments, environment, log_filter, child };
         let info = rig.client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
         let manifest = info.expect("GetPluginInfo").into_inner().manifest;
         assert_eq!(manifest["pool"], pool.name(), "another pool is in use than the test names");
@@ -138,9 +136,9 @@ impl Rig {
 
     /// Starts the driver again on the same data directory.
     pub async fn start_again(&mut self) {
-        let (dir, pool) = (self.dir.path(), self.pool);
-        let (child, client) = command(dir, pool, &self.arguments, &self.environment, &self.log_filter).await;
-        (self.child, self.client) = (Some(child), client);
+        if let Err(ended) = self.try_start_again().await {
+            panic!("the driver did not start ({ended}):\n{}", self.log());
+        }
     }
 
     /// Starts the driver again; an error where it ends instead of answering.
@@ -283,30 +281,6 @@ impl Rig {
     }
 }
 
-/// What a rig is before its driver answers: if that fails, the directory still goes.
-struct PartialRig {
-    dir: Option<TempDir>,
-    pool: PoolKind,
-    arguments: Vec<String>,
-    environment: Vec<(&'static str, std::ffi::OsString)>,
-    log_filter: String,
-}
-
-impl PartialRig {
-    async fn spawn(&mut self) -> (Child, Client) {
-        let dir = self.dir.as_ref().expect("set until the rig is whole");
-        command(dir.path(), self.pool, &self.arguments, &self.environment, &self.log_filter).await
-    }
-}
-
-impl Drop for PartialRig {
-    fn drop(&mut self) {
-        if let Some(dir) = &self.dir {
-            let _ = sweep(dir.path());
-        }
-    }
-}
-
 impl Drop for Rig {
     fn drop(&mut self) {
         if let Some(mut child) = self.child.take() {
@@ -355,22 +329,6 @@ fn started_by(words: &str, ended: &Command) -> Command {
     }
     command.stdin(Stdio::null()).stdout(Stdio::null());
     command
-}
-
-async fn command(
-    dir: &Path,
-    pool: PoolKind,
-    arguments: &[String],
-    environment: &[(&'static str, std::ffi::OsString)],
-    log_filter: &str,
-) -> (Child, Client) {
-    match try_command(dir, pool, arguments, environment, log_filter).await {
-        Ok(running) => running,
-        Err(ended) => {
-            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
-            panic!("the driver did not start ({ended}):\n{log}");
-        }
-    }
 }
 
 /// Starts a driver below `dir`; an error where it ends instead of answering.
