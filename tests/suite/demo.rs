@@ -2,11 +2,11 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use testkit::{PoolKind, leftovers, names, signal, wait};
+use testkit::{PoolKind, leftovers, names, said, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(testkit::program("deltapath"));
@@ -18,10 +18,6 @@ fn demo(work_dir: &Path, pool: PoolKind) -> Command {
 fn assert_clean(dir: &Path) {
     assert!(names(dir).is_empty(), "files are left: {:?}", names(dir));
     assert!(leftovers(dir).is_empty(), "mounts or devices are left: {:?}", leftovers(dir));
-}
-
-fn said(output: &Output) -> String {
-    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 #[apply(root_cases)]

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use cbt::{MapFile, SegmentIndex};
 
-use crate::faults::{is_hashed, live, until};
+use crate::faults::{compared, live};
 use testkit::content::{Content, open_device};
 use testkit::pages::{blocks, quoted, read, rows, section};
 use testkit::{BLOCK, PoolKind, Rig};
@@ -183,11 +183,6 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     let members = |path: &Path| -> Vec<u32> {
         MapFile::open(path).expect("open").segment(SegmentIndex(0)).expect("segment").into_iter().collect()
     };
-    let is_compared = |rig: &Rig, id: &str| {
-        let dir = live(rig, id);
-        let changed = MapFile::open(&dir.changed()).expect("open");
-        is_hashed(&dir) && (changed.header().relative_to.is_none() || changed.is_exact())
-    };
     for (block, letter) in [(0, b'A'), (1, b'B'), (2, b'C')] {
         content.write(&device, block, 1, letter);
     }
@@ -197,14 +192,14 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     }
     content.discard(&device, 0, 1);
     let second = rig.client.create_snapshot("2", &volume).await.expect("snapshot").snapshot_id;
-    until("the second is compared", || is_compared(&rig, &second)).await;
+    compared(&rig, &[&second]).await;
     assert_eq!(members(&live(&rig, &second).allocated()), [1, 2, 4], "{pool:?}");
     assert_eq!(members(&live(&rig, &second).changed()), [0, 2, 4], "{pool:?}");
     content.write(&device, 5, 1, b'F');
     content.discard(&device, 4, 1);
     content.write(&device, 2, 1, b'C');
     let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
-    until("the third is compared", || is_compared(&rig, &third)).await;
+    compared(&rig, &[&third]).await;
     assert_eq!(members(&live(&rig, &third).changed()), [2, 4, 5], "{pool:?}");
     assert_eq!(rig.changed(&first, &third).await, [0, 5], "{pool:?}");
 

@@ -7,14 +7,9 @@ use std::time::Instant;
 use base::BlockRange;
 use cbt::{MapFile, MapWriter, SegmentIndex};
 
-use crate::faults::{is_hashed, live, until};
-use crate::retained::verify;
+use crate::faults::{compared, hashed, is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
-
-fn is_compared(rig: &Rig, snapshot: &str) -> bool {
-    MapFile::open(&live(rig, snapshot).changed()).is_ok_and(|map| map.is_exact())
-}
+use testkit::{BLOCK, MIB, PoolKind, Rig, verify};
 
 fn fill(device: &Path, size: u64) {
     let (device, bytes) = (open_device(device), vec![7; 4 << 20]);
@@ -39,7 +34,7 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
     rig.snapshot("the first of the small one", &small).await;
     content.write(&small_device, 10, 50, 3);
     let other = rig.snapshot("the second of the small one", &small).await;
-    until("compared", || is_compared(&rig, &other) && is_compared(&rig, &second)).await;
+    compared(&rig, &[&other, &second]).await;
     assert!(!is_hashed(&live(&rig, &first)), "the large one came first");
     rig.detach(&large).await;
     rig.detach_and_finish(&small).await;
@@ -66,7 +61,7 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
             }
             assert!(!is_hashed(&live(&rig, &snapshot)), "hashing did not slow down during writes");
         }
-        until("hashed", || is_hashed(&live(&rig, &snapshot))).await;
+        hashed(&rig, &[&snapshot]).await;
         alone = Some(started.elapsed());
         rig.detach(&volume).await;
     }
@@ -87,7 +82,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
     let mut taken = Vec::new();
     for name in ["first", "second"] {
         let id = rig.snapshot(name, &volume).await;
-        until("hashed", || is_hashed(&live(&rig, &id))).await;
+        hashed(&rig, &[&id]).await;
         taken.push((id, content.clone()));
         content.write(&device, 1500, 1, 2);
     }
@@ -137,7 +132,7 @@ async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     before.write(&device, 0, 1000, 1);
     let base = rig.snapshot("base", &volume).await;
     let dir = live(&rig, &base);
-    until("hashed", || is_hashed(&dir)).await;
+    hashed(&rig, &[&base]).await;
     let hashes = std::fs::File::options().write(true).open(dir.hashes()).expect("open");
     hashes.write_all_at(b"damage", 3 * 4096 + 100).expect("damage a page");
     drop(hashes);

@@ -163,8 +163,7 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
 }
 
 fn fsfreeze(target: &Path) {
-    let status = std::process::Command::new("fsfreeze").arg("--freeze").arg(target).status();
-    assert!(status.expect("fsfreeze").success());
+    testkit::ok(std::process::Command::new("fsfreeze").arg("--freeze").arg(target));
 }
 
 /// The incident: a user froze a filesystem and did not thaw it. Unpublish and unstage answered OK, but the frozen filesystem

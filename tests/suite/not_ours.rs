@@ -7,9 +7,8 @@ use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
 use crate::node::{publish_at, unpublish_at};
-use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code, swept_dir};
 
 /// The kubelet directory is a symbolic link, so the kernel shows mounts at the path that it leads to.
 #[apply(device_test)]
@@ -248,8 +247,7 @@ async fn what_somebody_set_on_a_device_goes_with_the_volume() {
 #[test]
 fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
     use deltapath::sys::loopdev::{Access, FileId, LoopDevice};
-    let dir = testkit::temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));
     for path in [&ours, &strangers] {
         std::fs::File::create(path).and_then(|file| file.set_len(MIB as u64)).expect("make");

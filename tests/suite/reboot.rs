@@ -8,7 +8,7 @@ use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::{devices_below, sweep};
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
+use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, swept_dir, wait};
 
 /// Seen in other drivers: after a reboot the loop devices are gone and publish fails. The test removes all devices and
 /// mounts, including the pool's, and keeps the records.
@@ -111,20 +111,11 @@ impl Drop for Secluded {
     }
 }
 
-pub struct SweptOnDrop(pub PathBuf);
-
-impl Drop for SweptOnDrop {
-    fn drop(&mut self) {
-        let _ = sweep(&self.0);
-    }
-}
-
 /// A container restarts. The next driver sees none of the mounts of the driver before, and finds the devices by the inodes
 /// of their files.
 #[apply(every_pool)]
 async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let kubelet = dir.path().join("kubelet");
     let (secluded, mut client) = Secluded::start(dir.path(), pool).await;
     let request = new_volume("raw", 8 * MIB, block_capability());

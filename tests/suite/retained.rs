@@ -1,7 +1,6 @@
 //! Deltas from deleted snapshots (`--retain-deleted`), and the hashing that they need.
 
 use std::path::{Path, PathBuf};
-use std::process::Output;
 use std::time::Duration;
 
 use base::{BlockRange, ObjectDir};
@@ -11,7 +10,7 @@ use deltapath::sys::btrfs::{self, WrittenSince};
 use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
-use crate::faults::{hashed, live, until, without_skip};
+use crate::faults::{compared, hashed, live, until, without_skip};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, wait};
@@ -118,21 +117,14 @@ async fn what_is_of_no_use_takes_nobodys_place() {
         taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
     }
     let group = rig.client.create_group("last", &[volume.clone(), other.clone()]).await.expect("group");
-    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
     rig.detach(&volume).await;
     rig.client.delete_volume(&volume).await.expect("delete");
     rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
-    rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete");
+    rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
     let list =
         rig.client.delta(&taken[0].0, &taken[1].0, 0, 0).await.expect("it is the newest that is of use");
     assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&taken[0].1, BLOCK));
     rig.detach_and_finish(&other).await;
-}
-
-pub fn verify(data_dir: &Path) -> Output {
-    let mut command = std::process::Command::new(testkit::program("deltapath"));
-    command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
-    command.output().expect("run deltapath verify")
 }
 
 /// Interrupts `deltapath verify` while it reads. It must unmount the pool that it mounted.
@@ -169,9 +161,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     let second = rig.snapshot("second", &volume).await;
     let expected = content.changed_since(&before, BLOCK);
     assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: while it is being hashed");
-    hashed(&rig, &[&first, &second]).await;
-    let changed = live(&rig, &second).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    compared(&rig, &[&first, &second]).await;
     assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: when it is hashed");
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
@@ -210,9 +200,7 @@ async fn a_flipped_bit_changes_no_answer(rig: Rig<pool>) {
     after.write(&device, 90, 20, 1);
     after.discard(&device, 200, 9);
     let target = rig.snapshot("target", &volume).await;
-    hashed(&rig, &[&base, &target]).await;
-    let changed = live(&rig, &target).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    compared(&rig, &[&base, &target]).await;
     let expected = after.changed_since(&before, BLOCK);
     let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
     let files: Vec<PathBuf> = [&base, &target].into_iter().flat_map(|id| files(live(&rig, id))).collect();
@@ -247,7 +235,7 @@ async fn zeroed_space_that_was_read_is_a_hole(rig: Rig<pool>) {
     }
     let ((base, before), (target, after)) = (&taken[0], &taken[3]);
     let dir = live(&rig, target);
-    until("compared", || MapFile::open(&dir.changed()).is_ok_and(|map| map.is_exact())).await;
+    compared(&rig, &[target]).await;
     let read = || std::fs::read(dir.data()).expect("read");
     read();
     let seen = verify(&rig.data_dir());
@@ -275,9 +263,8 @@ async fn damage_that_can_not_be_mended_is_reported(rig: Rig<Btrfs>) {
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    hashed(&rig, &[&base, &target]).await;
+    compared(&rig, &[&base, &target]).await;
     let changed = live(&rig, &target).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     rig.client.delete_snapshot(&base).await.expect("delete");
     let gone = live(&rig, &base);
     until("freed", || !gone.bytes().exists()).await;

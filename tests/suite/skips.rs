@@ -7,9 +7,9 @@ use cbt::{MapFile, MapWriter, SegmentIndex};
 
 use crate::faults::versions::later_map;
 use crate::faults::{live, until};
-use crate::retained::{flip, verify};
+use crate::retained::flip;
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, PoolKind, Rig, verify};
 
 /// The snapshots of a chain: what each holds, by its place.
 type Chain = BTreeMap<u64, (String, Content)>;

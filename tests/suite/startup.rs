@@ -208,7 +208,7 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
     let mut kills = 0;
     for at in (1..).step_by(2) {
-        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let dir = testkit::temp_dir();
         let programs = programs_that_know_more(dir.path());
         let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
         let data = dir.path().join("data");
@@ -260,7 +260,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
 /// and a start that asked for this one fails.
 #[apply(device_test)]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+    let dir = testkit::temp_dir();
     let programs = programs_that_know_more(dir.path());
     let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
     let start = |choice: &str| {

@@ -246,9 +246,7 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots(pool: PoolKind, #[value
 
 /// The anonymous memory of a process, in bytes.
 fn memory_of(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
-    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+    testkit::process_status(pid, "RssAnon:") << 10
 }
 
 /// The most memory that a process has until `done`.
@@ -296,21 +294,12 @@ async fn large_blocks_take_no_more_memory(rig: Rig<Xfs>) {
     assert!(most < idle + STREAMS_MEMORY, "{} MiB more for 200 streams", (most - idle) >> 20);
 }
 
-/// 1,024 clients request long messages of a full map and do not read them.
-#[apply(device_test)]
-async fn a_thousand_stalled_streams_share_a_bounded_memory() {
-    stalled_streams(512).await;
-}
-
-/// The driver finishes a short answer long before the client has read it.
-#[apply(device_test)]
-async fn a_thousand_short_answers_that_nobody_reads_share_a_bounded_memory() {
-    stalled_streams(128).await;
-}
-
 /// Opens 1,024 streams over a volume of `mibs` with every second block changed, and does not read them for a while. Each
-/// then continues where it was.
-async fn stalled_streams(mibs: i64) {
+/// then continues where it was. Of the short answers the driver finishes each long before the client has read it.
+#[apply(device_cases)]
+#[case::of_long_messages(512)]
+#[case::of_short_answers(128)]
+async fn a_thousand_stalled_streams_share_a_bounded_memory(#[case] mibs: i64) {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
     let (volume, device) = rig.block_volume("volume", mibs * MIB).await;
     let every_other = |fill: u8| {

@@ -4,9 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
-use testkit::leftovers;
-
-use super::said;
+use testkit::{leftovers, said};
 
 /// The script of both files.
 fn script() -> String {

@@ -1,32 +1,20 @@
 //! The flags and outputs of `cbt-lab conformance`.
 
-use super::{all_cases, bare, conformance, run, run_broken, said};
+use super::{all_cases, bare, conformance, ends_untested, run, run_broken, said};
 use testkit::lab::Lab;
 use testkit::{PoolKind, Rig};
 
 /// The proxy adds no fault of its own, and secrets are sent with the right calls.
 #[apply(device_test)]
 async fn a_driver_that_wants_secrets_conforms_with_them_alone(rig: Rig<Xfs>) {
-    let socket = rig.dir.path().join("secrets.sock");
-    let _serving = Lab::before(&rig.socket(), &socket, "wants-secrets").await;
-    let output = conformance(&socket, &["--focus", "^delta-complete$"]).output().await.expect("run");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(said(&output).contains("UNAUTHENTICATED"), "{}", said(&output));
+    let (_serving, socket) = Lab::faulty(&rig, "wants-secrets").await;
+    ends_untested(conformance(&socket, &["--focus", "^delta-complete$"]), "UNAUTHENTICATED").await;
 
     let file = rig.dir.path().join("secrets.yaml");
-    let calls = [
-        "CreateVolume",
-        "DeleteVolume",
-        "ControllerExpandVolume",
-        "ControllerModifyVolume",
-        "NodeStageVolume",
-        "NodePublishVolume",
-        "CreateSnapshot",
-        "DeleteSnapshot",
-        "CreateVolumeGroupSnapshot",
-        "DeleteVolumeGroupSnapshot",
-    ];
-    let yaml: String = calls.iter().map(|call| format!("{call}Secret:\n  key: sesame\n")).collect();
+    let calls = "CreateVolume DeleteVolume ControllerExpandVolume ControllerModifyVolume NodeStageVolume \
+                 NodePublishVolume CreateSnapshot DeleteSnapshot CreateVolumeGroupSnapshot \
+                 DeleteVolumeGroupSnapshot";
+    let yaml: String = calls.split(' ').map(|call| format!("{call}Secret:\n  key: sesame\n")).collect();
     std::fs::write(&file, yaml).expect("write");
     let (code, verdicts, report) = run(&socket, &["--secrets", &file.display().to_string()]).await;
     assert_eq!(code, Some(0), "{report:#}");
@@ -72,8 +60,7 @@ async fn focus_skip_junit_and_text(rig: Rig<Xfs>) {
         assert!(xml.contains(&format!("<testcase name=\"{case}\"")), "{xml}");
     }
 
-    let socket = rig.dir.path().join("text.sock");
-    let _serving = Lab::before(&rig.socket(), &socket, "swap-tuples").await;
+    let (_serving, socket) = Lab::faulty(&rig, "swap-tuples").await;
     let mut text = bare(&socket, &["--focus", "^delta-(order|capacity)$", "--volume-size", "64Mi"]);
     text.arg("--junit").arg(&junit);
     let output = text.output().await.expect("run");
@@ -94,8 +81,7 @@ async fn focus_skip_junit_and_text(rig: Rig<Xfs>) {
 #[apply(device_test)]
 async fn a_level_a_summary_and_a_comparison(rig: Rig<Xfs>) {
     let focus = ["--focus", "^(service-claimed|delta-(order|same-snapshot))$"];
-    let socket = rig.dir.path().join("broken.sock");
-    let serving = Lab::before(&rig.socket(), &socket, "swap-tuples").await;
+    let (serving, socket) = Lab::faulty(&rig, "swap-tuples").await;
     let (code, _, before) = run(&socket, &focus).await;
     drop(serving);
     assert_eq!(code, Some(1));
@@ -123,16 +109,13 @@ async fn a_level_a_summary_and_a_comparison(rig: Rig<Xfs>) {
     assert!(quoted.iter().all(|part| last.contains(part)), "{last}");
     assert_eq!(report["summary"], last);
 
-    let missing = bare(&rig.socket(), &["--compare", "/no/such/file"]).output().await.expect("run");
-    assert_eq!(missing.status.code(), Some(2), "{}", said(&missing));
-    assert!(said(&missing).contains("/no/such/file"), "{}", said(&missing));
+    ends_untested(bare(&rig.socket(), &["--compare", "/no/such/file"]), "/no/such/file").await;
 }
 
 /// The driver violates only a SHOULD. Each level runs its own cases, and together they run all.
 #[apply(device_test)]
 async fn each_level_runs_its_own_cases(rig: Rig<Xfs>) {
-    let socket = rig.dir.path().join("broken.sock");
-    let _serving = Lab::before(&rig.socket(), &socket, "empty-is-error").await;
+    let (_serving, socket) = Lab::faulty(&rig, "empty-is-error").await;
     let (code, verdicts, report) = run(&socket, &["--level", "should"]).await;
     assert_eq!(code, Some(1), "{report:#}");
     let failed: Vec<&String> =
@@ -227,11 +210,8 @@ async fn a_driver_that_reads_ahead_hides_nothing(rig: Rig<Xfs>) {
 /// In a cluster the node plugin and the controller plugin are different processes.
 #[apply(device_test)]
 async fn controller_and_node_may_have_sockets_of_their_own(rig: Rig<Xfs>) {
-    let controller = rig.dir.path().join("controller.sock");
-    let _serving = Lab::before(&rig.socket(), &controller, "node-elsewhere").await;
-    let output = conformance(&controller, &["--focus", "complete"]).output().await.expect("run");
-    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("NodeGetCapabilities"), "{}", said(&output));
+    let (_serving, controller) = Lab::faulty(&rig, "node-elsewhere").await;
+    ends_untested(conformance(&controller, &["--focus", "complete"]), "NodeGetCapabilities").await;
     let endpoint = format!("unix://{}", controller.display());
     let split = ["--controller-endpoint", &endpoint, "--focus", "complete"];
     let (code, verdicts, report) = run(&rig.socket(), &split).await;
@@ -242,15 +222,8 @@ async fn controller_and_node_may_have_sockets_of_their_own(rig: Rig<Xfs>) {
 /// A driver without the service is not tested.
 #[apply(device_test)]
 async fn a_driver_without_the_service_is_not_run(rig: Rig<Xfs>) {
-    let socket = rig.dir.path().join("without.sock");
-    let _serving = Lab::before(&rig.socket(), &socket, "no-service").await;
-    let output = conformance(&socket, &[]).output().await.expect("run");
-    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(
-        String::from_utf8_lossy(&output.stderr).contains("neither claims nor serves"),
-        "{}",
-        said(&output)
-    );
+    let (_serving, socket) = Lab::faulty(&rig, "no-service").await;
+    ends_untested(conformance(&socket, &[]), "neither claims nor serves").await;
 }
 
 /// What every case needs is refused: that is no finding about the driver's streams, and one line says it.
@@ -274,8 +247,7 @@ async fn a_set_up_that_is_refused_ends_the_run(rig: Rig<Xfs>) {
 /// says once more what failed.
 #[apply(device_test)]
 async fn a_disturbed_stream_is_compared_with_an_undisturbed_one(rig: Rig<Xfs>) {
-    let socket = rig.dir.path().join("capped.sock");
-    let _serving = Lab::before(&rig.socket(), &socket, "lose-later:after=1000").await;
+    let (_serving, socket) = Lab::faulty(&rig, "lose-later:after=1000").await;
     let flags = ["--focus", "(cancel|deadline|slow-reader|many)$"];
     let (code, verdicts, report) = run(&socket, &flags).await;
     assert_eq!(code, Some(1), "{report:#}");

@@ -12,8 +12,9 @@ use csi_client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
-    listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell, without_skip,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, compared, exact_or_error, hashed, health,
+    is_hashed, listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
+    without_skip,
 };
 use testkit::content::{Content, block_bytes, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
@@ -90,9 +91,8 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     // After this the volume shares no block with a snapshot.
     let mut now = after.clone();
     now.write(&device, 0, 400, fill + 2);
-    hashed(rig, &[&base, &target]).await;
-    let changed = live(rig, &target).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    hashed(rig, &[&base]).await;
+    compared(rig, &[&target]).await;
     Line { volume, device, now, fill, base: (base, before), target: (target, after) }
 }
 
@@ -102,8 +102,7 @@ impl Line {
     async fn next(&mut self, rig: &mut Rig, name: &str) -> (String, bool) {
         self.now.write(&self.device, 110, 20, self.fill + 3);
         let next = rig.snapshot(&format!("{name} next"), &self.volume).await;
-        let dir = live(rig, &next);
-        until("hashed", || is_hashed(&dir)).await;
+        hashed(rig, &[&next]).await;
         let mut failed = false;
         for (id, content) in [&self.base, &self.target] {
             let delta = rig.client.delta(id, &next, 0, 0).await;

@@ -18,7 +18,6 @@ pub mod versions;
 
 use std::fs::File;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use base::ObjectDir;
 use cbt::MapFile;
@@ -45,11 +44,7 @@ pub fn live(rig: &Rig, id: &str) -> ObjectDir {
 
 /// Waits for something that happens in the background.
 pub async fn until(what: &str, holds: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(90);
-    while !holds() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    testkit::eventually(what, async || holds()).await;
 }
 
 /// Gives a volume a deleted snapshot, so that between the next two there is a `changed` map alone, and no skip map.
@@ -68,6 +63,20 @@ pub async fn hashed(rig: &Rig, ids: &[&String]) {
     for id in ids {
         let dir = live(rig, id);
         until("hashed", || is_hashed(&dir)).await;
+    }
+}
+
+/// Whether a snapshot is compared with the one before too, where there is one.
+pub fn is_compared(dir: &ObjectDir) -> bool {
+    let is_exact = |map: MapFile| map.is_exact() || map.header().relative_to.is_none();
+    is_hashed(dir) && MapFile::open(&dir.changed()).is_ok_and(is_exact)
+}
+
+/// Waits until all of these snapshots are.
+pub async fn compared(rig: &Rig, ids: &[&String]) {
+    for id in ids {
+        let dir = live(rig, id);
+        until("compared", || is_compared(&dir)).await;
     }
 }
 
@@ -116,8 +125,6 @@ pub fn assert_nothing_half_made(rig: &Rig) {
 
 /// Compares every snapshot with its maps and hashes.
 pub fn verify(rig: &Rig) {
-    let mut command = std::process::Command::new(testkit::program("deltapath"));
-    let seen = command.args(["verify", "--output", "json", "--data-dir"]).arg(rig.data_dir()).output();
-    let seen = seen.expect("run deltapath verify");
+    let seen = testkit::verify(&rig.data_dir());
     assert!(seen.status.success(), "{seen:?}");
 }

@@ -168,8 +168,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     rig.attach(&idle.volume_id).await;
     rig.detach(&idle.volume_id).await;
     assert_eq!(rig.changed(&base, &third).await, after.changed_since(&before, BLOCK));
-    let dir = live(&rig, &third);
-    until("hashed", || is_hashed(&dir)).await;
+    hashed(&rig, &[&third]).await;
     verify(&rig);
     rig.detach(&volume).await;
     finish(rig, disk);
@@ -190,8 +189,7 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
         let middle = rig.snapshot(&format!("middle {number}"), &volume).await;
         after.write(&device, 900, 100, 8);
         let target = rig.snapshot(&format!("target {number}"), &volume).await;
-        let dir = live(&rig, &target);
-        until("hashed", || is_hashed(&dir)).await;
+        hashed(&rig, &[&target]).await;
         volumes.push((volume, [base, middle, target], after.changed_since(&content, BLOCK)));
     }
     let ballast = Ballast::fill(&rig.pool_dir());

@@ -9,8 +9,7 @@ use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
 use super::until;
-use crate::reboot::SweptOnDrop;
-use testkit::{MIB, PoolKind, Rig, driver_command, names, temp_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, names, swept_dir, temp_dir};
 
 /// The programs that the driver calls.
 const PROGRAMS: [&str; 9] =
@@ -57,8 +56,7 @@ async fn a_pool_without_its_mkfs_is_refused(
     #[case] mkfs: &str,
     #[case] package: &str,
 ) {
-    let dir = temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let bin = path_without(dir.path(), mkfs);
     let said = refused(dir.path(), pool, &bin);
     assert!(said.contains(mkfs) && said.contains(&format!("install {package}")), "{said}");

@@ -18,9 +18,8 @@ use fuser::{
 };
 
 use super::{DeadDevices, Disk};
-use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, temp_dir};
+use testkit::{MIB, PoolKind, Rig, swept_dir, temp_dir};
 
 /// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {
@@ -69,8 +68,7 @@ async fn a_dead_loop_device_of_somebodys_stops_nobody(
 #[apply(device_test)]
 async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     let disk = Disk::new("xfs", &["-q"], 320 << 20);
-    let place = temp_dir();
-    let _swept = SweptOnDrop(place.path().to_owned());
+    let (place, _swept) = swept_dir();
     let image = disk.mount_point.join("image");
     std::fs::File::create(&image).and_then(|file| file.set_len(16 << 20)).expect("image");
     program::run("mkfs.ext4", &["-q"], &image, |code| code == 0).expect("mkfs");

@@ -6,9 +6,8 @@ use csi_client::{block_capability, new_volume};
 use deltapath::sys::mount;
 use deltapath::sys::sweep::devices_below;
 
-use crate::reboot::SweptOnDrop;
 use crate::startup::refused;
-use testkit::{MIB, PoolKind, Rig, driver_command, temp_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, swept_dir};
 
 /// The second driver's command line: another socket, another path.
 fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
@@ -44,8 +43,7 @@ async fn a_data_directory_is_one_by_any_path(rig: Rig<pool>) {
 async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
-    let other = temp_dir();
-    let _swept = SweptOnDrop(other.path().to_owned());
+    let (other, _swept) = swept_dir();
     let copy = other.path().join("data");
     std::fs::create_dir(&copy).expect("mkdir");
     std::fs::hard_link(rig.data_dir().join("pool.img"), copy.join("pool.img")).expect("link");
