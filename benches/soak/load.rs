@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{Client, block_capability, mount_capability, new_volume};
 use proto::VolumeCapability;
 use tokio::sync::RwLock;
 
@@ -90,11 +90,7 @@ pub async fn make_volumes(world: &World) -> Result<&'static [Volume], Failed> {
             Some(_) => 320 * MIB,
         };
         let request = new_volume(&format!("soak {number}"), bytes, capability.clone());
-        let create = |mut client: csi_client::Client| {
-            let request = request.clone();
-            async move { client.create_volume(request).await.map_err(|error| error.status) }
-        };
-        let id = world.link.call("CreateVolume", create).await?.volume_id;
+        let id = create(world, &request).await?;
         let target = publish(world, &id, capability, false).await?;
         volumes.push(Volume {
             number,
@@ -114,20 +110,20 @@ pub async fn publish(
     capability: VolumeCapability,
     read_only: bool,
 ) -> Result<PathBuf, Failed> {
-    let publish = |mut client: csi_client::Client| {
-        let capability = capability.clone();
-        async move {
-            client.publish(id, capability, read_only, &world.kubelet).await.map_err(|error| error.status)
-        }
+    let capability = &capability;
+    let publish = |mut client: Client| async move {
+        client.publish(id, capability.clone(), read_only, &world.kubelet).await
     };
     world.link.call("publish", publish).await
 }
 
+pub async fn create(world: &World, request: &proto::CreateVolumeRequest) -> Result<String, Failed> {
+    let create = |mut client: Client| async move { client.create_volume(request.clone()).await };
+    Ok(world.link.call("CreateVolume", create).await?.volume_id)
+}
+
 pub async fn unpublish(world: &World, id: &str) -> Result<(), Failed> {
-    let unpublish = |mut client: csi_client::Client| async move {
-        client.unpublish(id, &world.kubelet).await.map_err(|error| error.status)
-    };
-    world.link.call("unpublish", unpublish).await
+    world.link.call("unpublish", |mut client| async move { client.unpublish(id, &world.kubelet).await }).await
 }
 
 /// Keeps a volume written, pass after pass.

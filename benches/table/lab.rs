@@ -95,8 +95,8 @@ async fn by_own_client(rig: &mut Rig, size: u64, round: usize) -> Times {
     let mut made = [Duration::ZERO; 2];
     let mut copies = Vec::new();
     for (took, source) in made.iter_mut().zip([from_snapshot(&base), from_volume(&volume)]) {
-        let mut request = new_volume(&format!("copy {}", copies.len()), size as i64, block_capability());
-        request.volume_content_source = Some(source);
+        let request =
+            new_volume_from(&format!("copy {}", copies.len()), size as i64, block_capability(), source);
         let (copy, time) = timed(rig.client.create_volume(request)).await;
         *took = time;
         copies.push(copy.expect("CreateVolume").volume_id);

@@ -26,7 +26,7 @@ async fn file_device_and_filesystem_grow_while_in_use(
     let capability = mount_capability(fs_type);
     let (volume, target) = rig.published(fs_type, 400 * MIB, capability.clone()).await;
     std::fs::write(target.join("file"), "kept").expect("write");
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
         let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
         assert_eq!(expanded.capacity_bytes, bytes);
@@ -84,7 +84,7 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
         let same = rig.client.expand_volume(&volume, bytes).await.expect("large enough already");
         assert_eq!(same.capacity_bytes, 8 * MIB);
     }
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     assert_eq!(std::fs::metadata(&image).expect("stat").len(), 8 << 20);
 
     rig.attach(&volume).await;
@@ -111,7 +111,7 @@ async fn an_expansion_cut_short_is_put_right(rig: Rig<Xfs>) {
     drop(image);
     rig.start_again().await;
     let snapshot = rig.snapshot("after the crash", &volume).await;
-    let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
+    let copy = rig.snapshot_dir(&snapshot).data();
     assert_eq!(std::fs::metadata(&copy).expect("stat").len(), 8 << 20);
     assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
     content.assert_equals(&device, 0, 2048);

@@ -266,7 +266,7 @@ async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size(rig: Rig<Xfs>)
     let (first, _) = rig.block_volume("first", 320 * MIB).await;
     let (second, _) = rig.block_volume("second", 320 * MIB).await;
     let device_of = |id: &str| {
-        let data = rig.pool_dir().join("volumes").join(id).join("bytes/data.img");
+        let data = rig.volume_dir(id).data();
         LoopDevice::find(&data).expect("find").expect("a device").path()
     };
     let (first_device, second_device) = (device_of(&first), device_of(&second));

@@ -122,7 +122,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away(rig: Rig<Dir>) 
     let request = requests::unpublish(&volume, &stranger);
     rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
     assert!(!stranger.exists());
-    let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let data = rig.volume_dir(&volume).data();
     assert!(
         deltapath::sys::loopdev::LoopDevice::find(&data).expect("find").is_some(),
         "the device was freed while in use"

@@ -101,7 +101,7 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
     }
     if fs_type == "xfs" {
         // Unpublished only now: a frozen xfs keeps its log dirty, so that a mount removes files that were unlinked while open.
-        let image = rig.pool_dir().join("volumes").join(&restored.volume_id).join("bytes/data.img");
+        let image = rig.volume_dir(&restored.volume_id).data();
         let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
         check.expect("a clean filesystem");
     }
@@ -151,7 +151,7 @@ async fn a_snapshot_that_fails_leaves_nothing(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("doomed", 8 * MIB).await;
     Content::default().write(&device, 0, 64, 1);
     rig.detach(&volume).await;
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     let aside = image.with_extension("aside");
     std::fs::rename(&image, &aside).expect("take the image away");
     for _ in 0..3 {
@@ -229,7 +229,7 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(rig: Rig<pool>) {
 async fn preallocated_space_is_a_hole(rig: Rig<pool>) {
     let (volume, _) = rig.block_volume("preallocated", 8 * MIB).await;
     rig.detach(&volume).await;
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     let file = open_device(&image);
     nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, 4 * MIB).expect("fallocate");
     file.sync_all().expect("sync");

@@ -116,7 +116,7 @@ async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str
     for _ in 0..8 {
         // Both are read from the disk, which takes longer than the work may go on.
         for id in [&first, &second] {
-            let data = rig.pool_dir().join("snapshots").join(id).join("bytes/data.img");
+            let data = rig.snapshot_dir(id).data();
             let data = std::fs::File::open(data).expect("open");
             posix_fadvise(&data, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).expect("drop the cache");
         }

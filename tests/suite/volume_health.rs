@@ -195,10 +195,6 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
     assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
 }
 
-fn data_of(rig: &Rig, volume: &str) -> PathBuf {
-    rig.pool_dir().join("volumes").join(volume).join("bytes/data.img")
-}
-
 /// A missing or truncated file, and a record that cannot be read, are reported. The list has only such volumes, each once,
 /// with pages of any size.
 #[apply(device_test)]
@@ -215,13 +211,13 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     // These four of the eight, in the order of the list, including the first and the last.
     let (cut, missing, damaged, last) = (&volumes[0], &volumes[2], &volumes[3], &volumes[7]);
     for volume in [cut, last] {
-        let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
+        let file = File::options().write(true).open(rig.volume_dir(volume).data()).expect("open");
         file.set_len(MIB as u64).expect("cut");
     }
     // A volume in use is reported too.
     rig.attach(missing).await;
-    let moved = data_of(&rig, missing).with_extension("moved");
-    std::fs::rename(data_of(&rig, missing), &moved).expect("move away");
+    let moved = rig.volume_dir(missing).data().with_extension("moved");
+    std::fs::rename(rig.volume_dir(missing).data(), &moved).expect("move away");
     for view in [health(&rig, cut).await, node_health(&rig, cut).await] {
         let said = tells(&view, "FileTruncated", DataLoss);
         assert!(said.contains("1048576 bytes of 4194304"), "{said}");
@@ -263,10 +259,10 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     rig.kill();
     std::fs::write(&record, sound).expect("write");
     rig.start_again().await;
-    std::fs::rename(moved, data_of(&rig, missing)).expect("move back");
+    std::fs::rename(moved, rig.volume_dir(missing).data()).expect("move back");
     rig.detach(missing).await;
     for volume in [cut, last] {
-        let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
+        let file = File::options().write(true).open(rig.volume_dir(volume).data()).expect("open");
         file.set_len(4 * MIB as u64).expect("make long again");
     }
     assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is reported no more");
@@ -278,7 +274,7 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
 async fn bytes_that_do_not_answer_are_reported(rig: Rig<Dir>) {
     let volume = rig.volume("volume", 4 * MIB, block_capability()).await;
     assert_eq!(health(&rig, &volume).await, []);
-    let bytes = data_of(&rig, &volume).parent().expect("a directory").to_owned();
+    let bytes = rig.volume_dir(&volume).data().parent().expect("a directory").to_owned();
     let moved = bytes.with_extension("moved");
     std::fs::rename(&bytes, &moved).expect("move away");
     std::fs::write(&bytes, "").expect("write");
@@ -371,7 +367,7 @@ async fn a_node_tells_that_a_device_is_gone(rig: Rig<Dir>) {
     let capability = mount_capability("ext4");
     let (files, _) = rig.published("files", 64 * MIB, capability.clone()).await;
 
-    let device = || LoopDevice::find(&data_of(&rig, &raw)).expect("look").expect("a device");
+    let device = || LoopDevice::find(&rig.volume_dir(&raw).data()).expect("look").expect("a device");
     sys::mount::unmount(&target).expect("a stranger unmounts it");
     let said = tells(&node_health(&rig, &raw).await, "DeviceGone", Inaccessible);
     assert!(said.contains(&target.display().to_string()), "{said}");

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use base::ObjectDir;
 use csi_client::{Client, block_capability, new_volume};
 use deltapath::sys::sweep::sweep;
 use proto::{VolumeCapability, VolumeContentSource};
@@ -89,6 +90,16 @@ impl Rig {
         let groups = below(self.pool_dir().join("groups")).filter(is_deleted);
         let members = groups.flat_map(|(dir, _)| below(dir.join("members")));
         alone.chain(members).map(|(_, id)| id).collect()
+    }
+
+    /// The files of a volume.
+    pub fn volume_dir(&self, id: &str) -> ObjectDir {
+        ObjectDir::new(self.pool_dir().join("volumes").join(id))
+    }
+
+    /// The files of a snapshot that was taken alone.
+    pub fn snapshot_dir(&self, id: &str) -> ObjectDir {
+        ObjectDir::new(self.pool_dir().join("snapshots").join(id))
     }
 
     pub fn socket(&self) -> PathBuf {

@@ -58,7 +58,7 @@ impl Scene {
             !left.iter().any(|left| below.iter().any(|dir| PathBuf::from(left).starts_with(dir))),
             "{left:?}"
         );
-        let data = self.rig.pool_dir().join("volumes").join(&self.raw).join("bytes/data.img");
+        let data = self.rig.volume_dir(&self.raw).data();
         assert_eq!(LoopDevice::find(&data).ok().flatten(), None, "the device keeps the pool");
         self.rig.kill();
         self.rig.start_again().await;

@@ -39,7 +39,7 @@ pub fn sync_fs_may_fail(dir: &Path) {
 
 /// The files of a snapshot.
 pub fn live(rig: &Rig, id: &str) -> ObjectDir {
-    ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
+    rig.snapshot_dir(id)
 }
 
 /// Waits for something that happens in the background.
