@@ -15,7 +15,7 @@ use crate::host;
 use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, new_volume_from};
 
 pub const GIB: u64 = 1 << 30;
 /// The number of pieces that 1 GiB of data is in, spread evenly.

@@ -12,7 +12,7 @@ use crate::changes::{change, fill};
 use crate::{Row, Table, host, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, new_volume_from};
 
 const ROUNDS: usize = 5;
 /// As `cbt-lab bench` writes its data.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use base::ByteRange;
 use proto::ControllerModifyVolumeRequest;
 use testkit::bench::{median, write_direct};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, requests};
 
 use crate::load::{EACH_SYNCED, RANDOM, ROUNDS, WRITTEN, gigabytes, mebibytes, per_second, read_pieces};
 use crate::work::{Load, Work};

@@ -10,7 +10,7 @@ use tonic::Code;
 
 use crate::volume_health::node_health;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, requests};
 
 /// Copies a device as a backup tool restores it.
 fn copy(from: &Path, to: &Path) {

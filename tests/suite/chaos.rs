@@ -16,7 +16,7 @@ use crate::model::calls::{Call, Name, NameSet};
 use crate::model::names::{Asked, Names};
 use crate::model::strategies::call;
 use crate::model::wire::{Answer, make};
-use testkit::{PoolKind, Rig, names, state_of};
+use testkit::{PoolKind, Rig, names, requests, state_of};
 
 const CLIENTS: u8 = 32;
 /// So few names that two snapshots often have the same volume.

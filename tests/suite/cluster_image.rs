@@ -10,7 +10,7 @@ use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{MIB, PoolKind, leftovers, signal, wait};
+use testkit::{MIB, PoolKind, leftovers, new_volume_from, requests, signal, wait};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -89,13 +89,8 @@ impl Drop for Swept {
         // The kernel shows another path for the backing file of a device that a container attached, so devices
         // that are left are found by the files of volumes and of the pool.
         let _ = sweep(&self.0.path().join("kubelet"));
-        let mut left = vec![self.0.path().join("data")];
-        while let Some(path) = left.pop() {
-            if let Ok(entries) = std::fs::read_dir(&path) {
-                left.extend(entries.flatten().map(|entry| entry.path()));
-            } else if let Ok(Some(device)) = LoopDevice::find(&path)
-                && (path.ends_with("data.img") || path.ends_with("pool.img"))
-            {
+        for path in testkit::files_below(&self.0.path().join("data"), "img") {
+            if let Ok(Some(device)) = LoopDevice::find(&path) {
                 let _ = device.detach();
             }
         }
@@ -284,14 +279,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     let listed = dockerfile.split("ENV PROGRAMS=\"").nth(1).and_then(|rest| rest.split('"').next());
     let mut listed: Vec<&str> = listed.expect("a list of programs").split_whitespace().collect();
     let mut called = Vec::new();
-    let mut files = vec![repository().join("src")];
-    while let Some(path) = files.pop() {
-        if path.is_dir() {
-            files.extend(
-                std::fs::read_dir(&path).expect("read_dir").map(|entry| entry.expect("entry").path()),
-            );
-            continue;
-        }
+    for path in testkit::files_below(&repository().join("src"), "rs") {
         let source = std::fs::read_to_string(&path).expect("read");
         for marker in ["program::run(\"", "program::run_with(\"", "program::exists(\""] {
             called.extend(

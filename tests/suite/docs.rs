@@ -10,7 +10,7 @@ use cbt::{MapFile, SegmentIndex};
 use crate::faults::{compared, live};
 use testkit::content::{Content, open_device};
 use testkit::pages::{blocks, quoted, read, rows, section};
-use testkit::{BLOCK, PoolKind, Rig};
+use testkit::{BLOCK, PoolKind, Rig, files_below};
 
 /// The pages that name commands, flags and make targets.
 const PAGES: [&str; 7] = [
@@ -154,14 +154,8 @@ fn the_reference_has_the_metrics_of_the_programs_and_no_others() {
         (name.starts_with("deltapath_") || name.starts_with("cbt_earlier_")) && name.chars().all(is_part)
     };
     let mut code = String::new();
-    let mut left = vec!["src", "crates/kit/gateway/src", "crates/kit/router/src", "crates/kit/earlier/src"]
-        .into_iter()
-        .map(|dir| Path::new(env!("CARGO_MANIFEST_DIR")).join(dir))
-        .collect::<Vec<_>>();
-    while let Some(path) = left.pop() {
-        if path.is_dir() {
-            left.extend(std::fs::read_dir(&path).expect("list").map(|entry| entry.expect("entry").path()));
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+    for dir in ["src", "crates/kit/gateway/src", "crates/kit/router/src", "crates/kit/earlier/src"] {
+        for path in files_below(&Path::new(env!("CARGO_MANIFEST_DIR")).join(dir), "rs") {
             code.push_str(&std::fs::read_to_string(&path).expect("read"));
         }
     }

@@ -9,7 +9,7 @@ use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, requests, status_code};
 
 fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRequest {
     let mut request = requests::node_expand(volume, rig.kubelet().join(volume).join("target"));

@@ -13,11 +13,8 @@ use tonic::Code;
 use crate::faults::until;
 use proto::ListSnapshotsRequest;
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, names, status_code};
-
-fn members(group: &proto::VolumeGroupSnapshot) -> Vec<String> {
-    group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect()
-}
+use testkit::order::group_image;
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, members, names, new_volume_from, status_code};
 
 fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest {
     proto::GetVolumeGroupSnapshotRequest {
@@ -29,8 +26,7 @@ fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest 
 
 /// The bytes of a member of a group.
 fn image(rig: &Rig, group: &proto::VolumeGroupSnapshot, member: usize) -> PathBuf {
-    let group_dir = rig.pool_dir().join("groups").join(&group.group_snapshot_id);
-    group_dir.join("members").join(&group.snapshots[member].snapshot_id).join("bytes/data.img")
+    group_image(&rig.pool_dir(), &group.group_snapshot_id, &group.snapshots[member].snapshot_id)
 }
 
 #[apply(every_pool)]

@@ -9,7 +9,7 @@ use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::{GIB, MIB, PoolKind, Rig, code, status_code};
+use testkit::{GIB, MIB, PoolKind, Rig, code, new_volume_from, status_code};
 
 fn node_expand(volume: &str, target: &Path) -> proto::NodeExpandVolumeRequest {
     proto::NodeExpandVolumeRequest {

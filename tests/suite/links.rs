@@ -10,7 +10,7 @@ use deltapath::sys::mount;
 use tonic::Code;
 
 use crate::node::publish_at;
-use testkit::{MIB, PoolKind, Rig, leftovers};
+use testkit::{MIB, PoolKind, Rig, leftovers, requests};
 
 #[track_caller]
 fn names(status: tonic::Status, field: &str, path: &Path) {

@@ -12,7 +12,7 @@ use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, requests, set_state, status_code};
 
 pub fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
@@ -26,14 +26,9 @@ pub fn publish_at(
     capability: VolumeCapability,
     readonly: bool,
 ) -> proto::NodePublishVolumeRequest {
-    proto::NodePublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: rig.kubelet().join(volume).join("staging").display().to_string(),
-        target_path: target.display().to_string(),
-        volume_capability: Some(capability),
-        readonly,
-        ..Default::default()
-    }
+    let staging = rig.kubelet().join(volume).join("staging");
+    let request = requests::publish(volume, staging, target, capability);
+    proto::NodePublishVolumeRequest { readonly, ..request }
 }
 
 pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
@@ -83,25 +78,24 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(rig: Rig<p
 async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device(rig: Rig<Xfs>) {
     let kubelet = rig.kubelet();
     let shared = with_mode(block_capability(), Mode::SingleNodeMultiWriter);
-    let volume = rig.client.create_volume(new_volume("raw", 8 * MIB, shared.clone())).await.expect("create");
-    let device =
-        rig.client.publish(&volume.volume_id, shared.clone(), true, &kubelet).await.expect("publish");
+    let volume = rig.volume("raw", 8 * MIB, shared.clone()).await;
+    let device = rig.client.publish(&volume, shared.clone(), true, &kubelet).await.expect("publish");
     let refused =
         std::fs::File::options().write(true).open(&device).and_then(|file| file.write_all_at(&[1; 4096], 0));
     assert!(refused.is_err(), "a read-only device took a write");
     let (second, third) = (rig.dir.path().join("second"), rig.dir.path().join("third"));
-    let beside = publish_at(&rig, &volume.volume_id, &second, shared.clone(), true);
+    let beside = publish_at(&rig, &volume, &second, shared.clone(), true);
     rig.client.node.node_publish_volume(beside).await.expect("a second reader");
-    let writable = publish_at(&rig, &volume.volume_id, &third, shared.clone(), false);
+    let writable = publish_at(&rig, &volume, &third, shared.clone(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(writable).await), Code::FailedPrecondition);
     assert!(!third.exists(), "a refused publish left its target");
-    let other = publish_at(&rig, &volume.volume_id, &second, shared.clone(), false);
+    let other = publish_at(&rig, &volume, &second, shared.clone(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(other).await), Code::AlreadyExists);
-    unpublish_at(&mut rig, &volume.volume_id, &second).await;
-    rig.detach(&volume.volume_id).await;
-    let device = rig.publish(&volume.volume_id, shared).await;
+    unpublish_at(&mut rig, &volume, &second).await;
+    rig.detach(&volume).await;
+    let device = rig.publish(&volume, shared).await;
     Content::default().write(&device, 0, 1, 1);
-    rig.detach(&volume.volume_id).await;
+    rig.detach(&volume).await;
 
     let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
     let target = rig.client.publish(&files, mount_capability("ext4"), true, &kubelet).await.expect("publish");

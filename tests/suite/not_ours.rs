@@ -8,7 +8,7 @@ use tonic::Code;
 
 use crate::node::{publish_at, unpublish_at};
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code, swept_dir};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, requests, state_path, status_code, swept_dir};
 
 /// The kubelet directory is a symbolic link, so the kernel shows mounts at the path that it leads to.
 #[apply(device_test)]

@@ -15,7 +15,7 @@ use tonic::Code;
 
 use crate::faults::Disk;
 use testkit::order::{WRITER_BYTES, Writers, group_image, image, violations};
-use testkit::{MIB, PoolKind, Rig};
+use testkit::{MIB, PoolKind, Rig, new_volume_from};
 
 const WRITERS: u64 = 4;
 const CAPACITY: u64 = WRITERS * WRITER_BYTES;
@@ -194,7 +194,7 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
             let name = format!("{phase} {round}");
             let group = rig.client.create_group(&name, &volumes).await.expect("a frozen one and one device");
             let took = started.elapsed();
-            let ids: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+            let ids = testkit::members(&group);
             let raw_copy = group_image(&rig.pool_dir(), &group.group_snapshot_id, &ids[0]);
             let restored = new_volume_from(&name, 0, mount_capability("ext4"), from_snapshot(&ids[1]));
             let restored = rig.client.create_volume(restored).await.expect("restore").volume_id;
@@ -239,7 +239,7 @@ async fn two_devices(pool: PoolKind, place: Place) {
             Ok(group) => group,
         };
         let took = started.elapsed();
-        let ids: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+        let ids = testkit::members(&group);
         let [data, log] =
             [0, 1].map(|member| group_image(&rig.pool_dir(), &group.group_snapshot_id, &ids[member]));
         tally.add(round, took, &violations(&data, &log, 1, 1));

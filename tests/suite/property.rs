@@ -209,8 +209,7 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Action, case: us
                 return;
             }
             let group = rig.client.create_group(&name, &ids).await.expect("nobody writes meanwhile");
-            let members: Vec<String> =
-                group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+            let members = testkit::members(&group);
             for (member, volume) in group.snapshots.into_iter().zip(picked) {
                 let mut snapshot = Snapshot::of(member.snapshot_id, &model.volumes[volume], model.names);
                 assert_eq!(member.source_volume_id, snapshot.volume);

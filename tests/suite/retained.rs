@@ -13,7 +13,7 @@ use tonic::Code;
 use crate::faults::{compared, hashed, live, until, without_skip};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, wait};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, members, signal, status_code, verify, wait};
 
 /// What backup tools do: take a snapshot, back up the changes since the last one, delete that one, and repeat. Each delta is
 /// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on

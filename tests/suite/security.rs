@@ -10,18 +10,7 @@ use proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
 use tonic::Code;
 
 use testkit::content::{Content, block_bytes};
-use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client, status_code};
-
-fn below(dir: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(dir).expect("read_dir") {
-        let path = entry.expect("entry").path();
-        let meta = std::fs::symlink_metadata(&path).expect("stat");
-        found.push(path.clone());
-        if meta.is_dir() {
-            below(&path, found);
-        }
-    }
-}
+use testkit::{BLOCK, MIB, PoolKind, Rig, files_below, narrow_client, paths_below, requests, status_code};
 
 /// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
 #[apply(every_pool)]
@@ -32,8 +21,7 @@ async fn what_is_stored_is_for_root_alone(rig: Rig<pool>) {
     rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
     let (clone, _) = rig.volume_from("clone", 8 * MIB, from_volume(&volume)).await;
-    let mut paths = vec![];
-    below(&rig.data_dir(), &mut paths);
+    let paths = paths_below(&rig.data_dir());
     assert!(paths.len() > 20, "{pool:?}: {paths:?}");
     // The roots of the directory and of the pool show only names; everything in them is closed.
     let open: Vec<String> = paths
@@ -139,11 +127,10 @@ async fn streams_are_capped() {
 #[test]
 fn programs_are_started_at_one_place_and_without_a_shell() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut files = Vec::new();
-    below(&src, &mut files);
+    let files = files_below(&src, "rs");
     let code = |path: &PathBuf| std::fs::read_to_string(path).expect("read");
     // The demo is run by a user, and starts a driver.
-    let served = files.iter().filter(|path| path.is_file() && !path.starts_with(src.join("cli")));
+    let served = files.iter().filter(|path| !path.starts_with(src.join("cli")));
     let starting: Vec<_> = served.clone().filter(|path| code(path).contains("Command::new")).collect();
     assert_eq!(starting, [&src.join("sys/program.rs")]);
     let calls = served.flat_map(|path| {
@@ -153,9 +140,8 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
     let calls: Vec<String> = calls.collect();
     assert!(calls.len() > 5, "{} programs are called", calls.len());
     for call in calls {
-        assert!(
-            !call[..call.len().min(60)].contains("\"sh\"") && !call[..call.len().min(60)].contains("bash")
-        );
+        let begin = &call[..call.len().min(60)];
+        assert!(!begin.contains("\"sh\"") && !begin.contains("bash"), "{begin}");
     }
 }
 

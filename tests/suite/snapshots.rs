@@ -3,13 +3,13 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, set_state, state_of};
+use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, new_volume_from, requests, set_state, state_of};
 
 /// Seen in other drivers: a buffered write to the open device is missing in the snapshot, because nothing was flushed.
 #[apply(every_pool)]
@@ -35,14 +35,8 @@ async fn a_snapshot_holds_writes_that_nobody_synced(rig: Rig<pool>) {
 
 /// The bytes that a directory takes on disk.
 fn disk_usage(dir: &Path) -> u64 {
-    std::fs::read_dir(dir)
-        .expect("read_dir")
-        .map(|entry| {
-            let path = entry.expect("entry").path();
-            let meta = std::fs::symlink_metadata(&path).expect("stat");
-            if meta.is_dir() { disk_usage(&path) } else { meta.blocks() * 512 }
-        })
-        .sum()
+    let blocks = |path: &PathBuf| std::fs::symlink_metadata(path).expect("stat").blocks();
+    testkit::paths_below(dir).iter().filter(|path| path.is_file()).map(blocks).sum::<u64>() * 512
 }
 
 /// Seen in other drivers: a snapshot of a volume that was never written takes its full capacity.

@@ -11,7 +11,7 @@ use tonic::Code;
 
 use crate::volume_health::node_health;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, set_state, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, requests, set_state, status_code};
 
 async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>, tonic::Status> {
     let request = requests::stats(volume, &path);

@@ -15,7 +15,7 @@ pub use proto::{StorageHealthErrorType, VolumeHealthErrorType};
 use proto::{VolumeHealth, controller_service_capability, node_service_capability};
 use tonic::{Code, Status};
 
-use testkit::{MIB, PoolKind, Rig, status_code};
+use testkit::{MIB, PoolKind, Rig, requests, status_code};
 
 /// The faults of a volume, as the controller reports them.
 pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {

@@ -11,7 +11,7 @@ use proto::{CapacityRange, GetCapacityRequest};
 use tonic::Code;
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names};
+use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, requests};
 
 fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     let mut request = new_volume(name, required, block_capability());

@@ -307,6 +307,25 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
+/// All files and directories below a directory, in order. Links are not followed, and what goes meanwhile may be in it.
+pub fn paths_below(dir: &Path) -> Vec<PathBuf> {
+    let (mut found, mut left) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(dir) = left.pop() {
+        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
+        let entries: Vec<PathBuf> = entries.map(|entry| entry.expect("entry").path()).collect();
+        left.extend(entries.iter().filter(|path| path.is_dir() && !path.is_symlink()).cloned());
+        found.extend(entries);
+    }
+    found.sort();
+    found
+}
+
+/// The files below a directory whose names end so, `rs` say.
+pub fn files_below(dir: &Path, extension: &str) -> Vec<PathBuf> {
+    let is_one = |path: &PathBuf| path.extension().is_some_and(|found| found == extension) && path.is_file();
+    paths_below(dir).into_iter().filter(is_one).collect()
+}
+
 /// A TCP port without a listener, that no other test of this process was given: until its program listens there, another test
 /// would find it free.
 pub fn free_port() -> u16 {

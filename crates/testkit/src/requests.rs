@@ -6,6 +6,21 @@ fn text(path: impl AsRef<Path>) -> String {
     path.as_ref().display().to_string()
 }
 
+pub fn publish(
+    volume: impl Into<String>,
+    staging: impl AsRef<Path>,
+    target: impl AsRef<Path>,
+    capability: proto::VolumeCapability,
+) -> proto::NodePublishVolumeRequest {
+    proto::NodePublishVolumeRequest {
+        volume_id: volume.into(),
+        staging_target_path: text(staging),
+        target_path: text(target),
+        volume_capability: Some(capability),
+        ..Default::default()
+    }
+}
+
 pub fn unpublish(volume: impl Into<String>, target: impl AsRef<Path>) -> proto::NodeUnpublishVolumeRequest {
     proto::NodeUnpublishVolumeRequest { volume_id: volume.into(), target_path: text(target) }
 }

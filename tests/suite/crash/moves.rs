@@ -63,7 +63,7 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
             volumes.push(volume);
         }
         let group = rig.client.create_group(&format!("group {round}"), &volumes).await.expect("group");
-        let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+        let members = testkit::members(&group);
         rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete the group");
         match held {
             None => orders.count(),

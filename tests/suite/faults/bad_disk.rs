@@ -17,7 +17,7 @@ use super::{
     without_skip,
 };
 use testkit::content::{Content, block_bytes, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from};
 
 const SECTOR: usize = 4096;
 

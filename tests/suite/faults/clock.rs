@@ -10,7 +10,7 @@ use tonic::Code;
 
 use super::until;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, requests, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
 

@@ -14,7 +14,7 @@ use super::{
     tells, until, unwell, verify,
 };
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, requests};
 
 struct Scene {
     rig: Rig,

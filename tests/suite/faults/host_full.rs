@@ -13,7 +13,7 @@ use super::{
     probe, storage, storage_tells, tells, verify,
 };
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind};
+use testkit::{BLOCK, MIB, PoolKind, new_volume_from};
 
 /// How the driver recovers from a full disk.
 #[derive(Clone, Copy, PartialEq)]

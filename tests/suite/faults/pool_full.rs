@@ -12,7 +12,7 @@ use super::{
     live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
 use testkit::content::{Content, block_bytes, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, names};
+use testkit::{BLOCK, MIB, PoolKind, Rig, names, new_volume_from, requests};
 
 /// A driver on a pool of some hundred megabytes, and its disk if the pool is not an image. The fields have this order because
 /// the disk must be freed after the driver.

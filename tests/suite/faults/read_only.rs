@@ -12,7 +12,7 @@ use super::{
     storage, storage_tells, tells, unwell, verify,
 };
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from, requests, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {
     // A background thread may still have a file open for a moment.

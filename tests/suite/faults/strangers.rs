@@ -19,7 +19,7 @@ use fuser::{
 
 use super::{DeadDevices, Disk};
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, swept_dir, temp_dir};
+use testkit::{MIB, PoolKind, Rig, requests, swept_dir, temp_dir};
 
 /// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {

@@ -13,7 +13,7 @@ use tonic::Code;
 use super::{Trouble, hashed, health, listed, live, tells, without_skip};
 use crate::startup::refused;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, new_volume_from, state_path};
 
 /// Replaces a record by one of a later version. Returns the old content.
 fn later(path: &Path) -> Vec<u8> {
@@ -145,7 +145,7 @@ async fn records_of_a_later_version_are_withheld_and_not_touched(rig: Rig<Dir>) 
     withheld(rig.client.allocated(&target, 0, 0).await);
     let restore = new_volume_from("restored", 16 * MIB, block_capability(), from_snapshot(&target));
     withheld(rig.client.create_volume(restore).await);
-    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+    let members = testkit::members(&group);
     withheld(rig.client.delete_group(&group.group_snapshot_id, &members).await);
     let error = rig.client.allocated(&members[0], 0, 0).await.expect_err("its group is withheld");
     assert!(error.code() == Code::Internal && error.to_string().contains("group"), "{error}");

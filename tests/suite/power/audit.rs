@@ -20,7 +20,7 @@ use crate::model::rounds::{Event, Listed, explain};
 use crate::model::wire::{Answer, make};
 use crate::model::world::{Bytes, Snapshot, Volume, World};
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
-use testkit::{BLOCK, names};
+use testkit::{BLOCK, names, new_volume_from};
 
 /// The most deltas that are compared after one boot.
 const DELTAS: usize = 80;
