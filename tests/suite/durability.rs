@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
-use deltapath::sys::{freeze, mount, program};
+use deltapath::sys::{freeze, mount};
 
-use testkit::{MIB, PoolKind, Rig, root_of};
+use testkit::{Beside, MIB, PoolKind, Rig, fsck, root_of};
 
 /// Rounds per pool; `DELTAPATH_FSCK_ROUNDS` sets another number.
 fn rounds() -> usize {
@@ -20,51 +20,38 @@ fn rounds() -> usize {
 /// A small database. It appends numbered records to a log, syncs each before it counts as written, and makes, renames and
 /// removes other files.
 struct Database {
-    stop: Arc<AtomicBool>,
     acknowledged: Arc<AtomicU64>,
-    thread: Option<std::thread::JoinHandle<std::io::Result<()>>>,
+    beside: Beside,
 }
 
 impl Database {
     fn open(dir: &Path) -> Self {
-        let (stop, acknowledged) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let thread = std::thread::spawn({
-            let (stop, acknowledged, dir) = (stop.clone(), acknowledged.clone(), dir.to_owned());
-            move || {
-                let mut log = File::create(dir.join("log"))?;
-                let mut number = 0u64;
-                while !stop.load(Ordering::Relaxed) {
-                    number += 1;
-                    log.write_all(&number.to_le_bytes().repeat(1 + number as usize % 20))?;
-                    log.write_all(&u64::MAX.to_le_bytes())?;
-                    log.sync_data()?;
-                    acknowledged.store(number, Ordering::SeqCst);
-                    let page = dir.join(format!("page.{}", number % 16));
-                    std::fs::write(page.with_extension("new"), number.to_le_bytes().repeat(512))?;
-                    std::fs::rename(page.with_extension("new"), &page)?;
-                    if number.is_multiple_of(5) {
-                        std::fs::remove_file(page)?;
-                    }
-                }
-                Ok(())
+        let acknowledged = Arc::new(AtomicU64::new(0));
+        let mut log = File::create(dir.join("log")).expect("create");
+        let (counted, dir, mut number) = (acknowledged.clone(), dir.to_owned(), 0u64);
+        let mut append = move || -> std::io::Result<()> {
+            number += 1;
+            log.write_all(&number.to_le_bytes().repeat(1 + number as usize % 20))?;
+            log.write_all(&u64::MAX.to_le_bytes())?;
+            log.sync_data()?;
+            counted.store(number, Ordering::SeqCst);
+            let page = dir.join(format!("page.{}", number % 16));
+            std::fs::write(page.with_extension("new"), number.to_le_bytes().repeat(512))?;
+            std::fs::rename(page.with_extension("new"), &page)?;
+            if number.is_multiple_of(5) {
+                std::fs::remove_file(page)?;
             }
-        });
-        Database { stop, acknowledged, thread: Some(thread) }
+            Ok(())
+        };
+        Database { acknowledged, beside: Beside::start(move || append().expect("write")) }
     }
 
     fn acknowledged(&self) -> u64 {
         self.acknowledged.load(Ordering::SeqCst)
     }
 
-    fn close(mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("open").join().expect("the writer").expect("write");
-    }
-}
-
-impl Drop for Database {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
+    fn close(self) {
+        self.beside.stop();
     }
 }
 
@@ -85,15 +72,6 @@ fn last_record(log: &Path) -> u64 {
         }
     }
     last
-}
-
-fn fsck(fs_type: &str, device: &Path) {
-    let checked = match fs_type {
-        "ext4" => program::run("e2fsck", &["-f", "-n"], device, |code| code == 0),
-        "xfs" => program::run("xfs_repair", &["-n"], device, |code| code == 0),
-        _ => program::run("btrfs", &["check", "--readonly", "--force"], device, |code| code == 0),
-    };
-    checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", base::report(&error)));
 }
 
 /// Writers on a filesystem while snapshots of it are taken. Each filesystem has every third of the rounds.

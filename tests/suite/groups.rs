@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use csi_client::{from_snapshot, mount_capability, new_volume};
@@ -14,7 +14,7 @@ use crate::faults::until;
 use proto::ListSnapshotsRequest;
 use testkit::content::{Content, open_device};
 use testkit::order::group_image;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, members, names, new_volume_from, status_code};
+use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, code, members, names, new_volume_from, status_code};
 
 fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest {
     proto::GetVolumeGroupSnapshotRequest {
@@ -135,38 +135,31 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing(rig: Rig<Xfs>) {
 /// Writes n = 1, 2, 3, ... to one file, flushes, then writes n to the other and flushes. Between the numbers are pauses
 /// without writes.
 struct Writer {
-    stop: Arc<AtomicBool>,
     written: Arc<AtomicU64>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    beside: Beside,
 }
 
 impl Writer {
     /// Returns once both files have a number of this writer. A number of an earlier writer would look like a B(n) without
     /// its A(n).
     fn start(first: File, second: File, pause: fn(u64) -> Duration) -> Self {
-        let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let thread = std::thread::spawn({
-            let (stop, written) = (stop.clone(), written.clone());
-            move || {
-                let mut number = 0u64;
-                while !stop.load(Ordering::Relaxed) {
-                    number += 1;
-                    for file in [&first, &second] {
-                        file.write_all_at(&number.to_le_bytes().repeat(512), 0).expect("write");
-                        file.sync_all().expect("flush");
-                    }
-                    written.store(number, Ordering::Relaxed);
-                    std::thread::sleep(pause(number));
-                }
+        let written = Arc::new(AtomicU64::new(0));
+        let (counted, mut number) = (written.clone(), 0u64);
+        let beside = Beside::start(move || {
+            number += 1;
+            for file in [&first, &second] {
+                file.write_all_at(&number.to_le_bytes().repeat(512), 0).expect("write");
+                file.sync_all().expect("flush");
             }
+            counted.store(number, Ordering::Relaxed);
+            std::thread::sleep(pause(number));
         });
         testkit::until("the writer writes", || written.load(Ordering::Relaxed) > 0);
-        Writer { stop, written, thread: Some(thread) }
+        Writer { written, beside }
     }
 
-    fn end(mut self) -> u64 {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("running").join().expect("the writer");
+    fn end(self) -> u64 {
+        self.beside.stop();
         self.written.load(Ordering::Relaxed)
     }
 }

@@ -9,16 +9,7 @@ use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::{GIB, MIB, PoolKind, Rig, code, new_volume_from, status_code};
-
-fn node_expand(volume: &str, target: &Path) -> proto::NodeExpandVolumeRequest {
-    proto::NodeExpandVolumeRequest {
-        volume_id: volume.to_owned(),
-        volume_path: target.display().to_string(),
-        capacity_range: Some(CapacityRange::default()),
-        ..Default::default()
-    }
-}
+use testkit::{GIB, MIB, PoolKind, Rig, code, fsck, new_volume_from, requests, status_code};
 
 /// Writes some files, and checks them.
 fn write_files(dir: &Path) {
@@ -37,18 +28,7 @@ fn check_files(dir: &Path) {
 }
 
 fn run(program: &str, arguments: &[&str], device: &Path) {
-    let output = Command::new(program).args(arguments).arg(device).output().expect(program);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
-}
-
-/// Checks a filesystem on an unmounted device.
-fn fsck(fs_type: &str, device: &Path) {
-    match fs_type {
-        "ext4" => run("e2fsck", &["-f", "-n"], device),
-        "xfs" => run("xfs_repair", &["-n"], device),
-        _ => run("btrfs", &["check", "--readonly"], device),
-    }
+    testkit::ok(Command::new(program).args(arguments).arg(device));
 }
 
 /// The most bytes that the error names.
@@ -116,7 +96,7 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                         }
                     }
                     if is_used {
-                        let request = node_expand(&volume, &kubelet.join(&volume).join("target"));
+                        let request = requests::node_expand(&volume, &kubelet.join(&volume).join("target"));
                         let answer = rig.client.node.node_expand_volume(request).await;
                         match fs_type == "ext4" && !may_grow_ext4 {
                             true => assert_eq!(status_code(answer), Code::FailedPrecondition),
@@ -175,7 +155,7 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted(rig: Rig<Xfs>) 
         for _ in 0..2 {
             let target = rig.publish(&large, capability.clone()).await;
             check_files(&target);
-            let request = node_expand(&large, &target);
+            let request = requests::node_expand(&large, &target);
             let refused = rig.client.node.node_expand_volume(request).await.expect_err("it is not so large");
             assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
             assert!(
@@ -212,7 +192,7 @@ async fn an_ext4_with_errors_is_mounted_at_its_old_size(rig: Rig<Xfs>) {
     let total = sys::space(&target).expect("statvfs").total as i64;
     assert!(total < 64 * MIB, "it grew to {total}");
     assert!(rig.log().contains("the ext4 has errors"), "{}", rig.log());
-    let request = node_expand(&larger, &target);
+    let request = requests::node_expand(&larger, &target);
     let refused = rig.client.node.node_expand_volume(request).await.expect_err("it has errors");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains("run e2fsck"), "{refused}");
@@ -246,7 +226,7 @@ async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(
     let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
     staged.expect("a repeated stage hangs").expect("it is staged");
     rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-    let expanded = rig.client.node.node_expand_volume(node_expand(&volume, &target));
+    let expanded = rig.client.node.node_expand_volume(requests::node_expand(&volume, &target));
     let refused =
         tokio::time::timeout(patience, expanded).await.expect("it hangs").expect_err("it is frozen");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
@@ -254,7 +234,7 @@ async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(
     let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
     staged.expect("a repeated stage hangs").expect("it is staged at its old size");
     run("fsfreeze", &["--unfreeze"], &target);
-    rig.client.node.node_expand_volume(node_expand(&volume, &target)).await.expect("it grows");
+    rig.client.node.node_expand_volume(requests::node_expand(&volume, &target)).await.expect("it grows");
     assert!(sys::space(&target).expect("statvfs").total > 500 << 20);
     rig.detach(&volume).await;
 }
@@ -299,7 +279,7 @@ async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size(rig: Rig<Xfs>)
     assert_eq!(code(rig.client.create_volume(request).await), Code::OutOfRange);
     let target = rig.publish(&volume, capability).await;
     write_files(&target);
-    let refused = rig.client.node.node_expand_volume(node_expand(&volume, &target)).await;
+    let refused = rig.client.node.node_expand_volume(requests::node_expand(&volume, &target)).await;
     assert_eq!(refused.expect_err("it does not grow").code(), Code::OutOfRange);
     rig.detach(&volume).await;
 }

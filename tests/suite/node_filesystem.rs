@@ -10,7 +10,7 @@ use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
 use crate::node::{publish_at, with_mode};
-use crate::volume_health::{VolumeHealthErrorType, node_health};
+use crate::volume_health::{VolumeHealthErrorType, give_up, node_health};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
 
@@ -129,20 +129,10 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     file.write_all(b"kept").and_then(|()| file.sync_all()).expect("write");
     drop(file);
     std::fs::File::open(&target).and_then(|dir| dir.sync_all()).expect("sync");
+    give_up(&rig, fs_type, &target);
     let (reason, status) = match fs_type {
-        "ext4" => {
-            let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();
-            let name = device.file_name().expect("a name").to_owned();
-            let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
-            std::fs::write(trigger, "a test").expect("trigger an error");
-            ("FilesystemReadOnly", VolumeHealthErrorType::Degraded)
-        }
-        _ => {
-            let shutdown =
-                deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-            shutdown.expect("shutdown");
-            ("FilesystemShutDown", VolumeHealthErrorType::Inaccessible)
-        }
+        "ext4" => ("FilesystemReadOnly", VolumeHealthErrorType::Degraded),
+        _ => ("FilesystemShutDown", VolumeHealthErrorType::Inaccessible),
     };
     assert!(std::fs::write(target.join("file"), "lost").is_err(), "it still takes writes");
     let reported = node_health(&rig, &volume).await;

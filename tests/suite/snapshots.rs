@@ -9,7 +9,9 @@ use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, new_volume_from, requests, set_state, state_of};
+use testkit::{
+    BLOCK, Beside, GIB, MIB, PoolKind, Rig, code, names, new_volume_from, requests, set_state, state_of,
+};
 
 /// Seen in other drivers: a buffered write to the open device is missing in the snapshot, because nothing was flushed.
 #[apply(every_pool)]
@@ -166,25 +168,18 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(rig: Rig<pool>) {
     for block in [0, 8191] {
         open_device(&device).write_all_at(&0u64.to_le_bytes(), block * BLOCK).expect("write");
     }
-    let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-    let writer = std::thread::spawn({
-        let writing = writing.clone();
-        move || {
-            let file = open_device(&device);
-            let mut number = 1u64;
-            while writing.load(std::sync::atomic::Ordering::SeqCst) {
-                let mut block = vec![0; BLOCK as usize];
-                block[..8].copy_from_slice(&number.to_le_bytes());
-                for offset in [0, 8191 * BLOCK] {
-                    file.write_all_at(&block, offset).expect("write");
-                    file.sync_data().expect("sync");
-                }
-                number += 1;
-                // Sometimes a pause, in which a copy can succeed.
-                if number.is_multiple_of(200) {
-                    std::thread::sleep(std::time::Duration::from_millis(300));
-                }
-            }
+    let (file, mut number) = (open_device(&device), 1u64);
+    let writer = Beside::start(move || {
+        let mut block = vec![0; BLOCK as usize];
+        block[..8].copy_from_slice(&number.to_le_bytes());
+        for offset in [0, 8191 * BLOCK] {
+            file.write_all_at(&block, offset).expect("write");
+            file.sync_data().expect("sync");
+        }
+        number += 1;
+        // Sometimes a pause, in which a copy can succeed.
+        if number.is_multiple_of(200) {
+            std::thread::sleep(std::time::Duration::from_millis(300));
         }
     });
     let mut taken = 0;
@@ -211,8 +206,7 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(rig: Rig<pool>) {
             }
         }
     }
-    writing.store(false, std::sync::atomic::Ordering::SeqCst);
-    writer.join().expect("the writer");
+    writer.stop();
     assert!(pool == PoolKind::Dir || taken == 8);
     assert!(names(&rig.pool_dir().join("staging")).is_empty());
     rig.detach(&volume).await;

@@ -31,6 +31,8 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use deltapath::store::VolumeRecord;
@@ -295,6 +297,48 @@ pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "never: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// What is done again and again in a thread beside a test, until it is dropped at the latest.
+pub struct Beside {
+    goes_on: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Beside {
+    pub fn start(mut work: impl FnMut() + Send + 'static) -> Self {
+        let goes_on = Arc::new(AtomicBool::new(true));
+        let seen = goes_on.clone();
+        let thread = std::thread::spawn(move || {
+            while seen.load(Ordering::Relaxed) {
+                work();
+            }
+        });
+        Beside { goes_on, thread: Some(thread) }
+    }
+
+    /// Ends it, and waits for that.
+    pub fn stop(mut self) {
+        self.goes_on.store(false, Ordering::Relaxed);
+        self.thread.take().expect("it runs").join().expect("what is done beside the test");
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.goes_on.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Checks a filesystem that is not mounted for writing.
+#[track_caller]
+pub fn fsck(fs_type: &str, device: &Path) {
+    let (program, arguments): (_, &[&str]) = match fs_type {
+        "ext4" => ("e2fsck", &["-f", "-n"]),
+        "xfs" => ("xfs_repair", &["-n"]),
+        _ => ("btrfs", &["check", "--readonly", "--force"]),
+    };
+    ok(Command::new(program).args(arguments).arg(device));
 }
 
 /// The names in a directory.

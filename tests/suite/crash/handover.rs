@@ -1,15 +1,13 @@
 //! A stream reads files that hashing writes, while both of its snapshots are deleted.
 
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cbt::MapFile;
 use csi_client::delta_of;
 use proto::{GetMetadataDeltaRequest, GetMetadataDeltaResponse};
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
+use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, narrow_client};
 
 use crate::faults::{hashed, is_compared, live, until};
 use testkit::orders::{Orders, Point};
@@ -205,14 +203,9 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
     let (mut beside_hashing, mut held_rounds) = (0, 0);
     while let Some((step, hold)) = wanted.pop() {
         let (base, before) = scene.base(base_is_hashed).await;
-        let writes = Arc::new(AtomicBool::new(true));
-        let writer = std::thread::spawn({
-            let (writes, device) = (writes.clone(), open_device(&device));
-            move || {
-                while writes.load(Ordering::Relaxed) {
-                    device.write_all_at(&[1; 4096], 0).and_then(|()| device.sync_data()).expect("write");
-                }
-            }
+        let device = open_device(&device);
+        let writer = Beside::start(move || {
+            device.write_all_at(&[1; 4096], 0).and_then(|()| device.sync_data()).expect("write");
         });
         let target = scene.target().await;
         let mut read = Read::begin(&scene.rig, &base, &target).await;
@@ -233,8 +226,7 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
         read.on(4).await;
         let is_over = held.is_some_and(|held| held.elapsed() >= hold);
         deletions.await.expect("the deletions");
-        writes.store(false, Ordering::Relaxed);
-        writer.join().expect("the writer");
+        writer.stop();
         scene.settled(&base, &target).await;
         let points = scene.orders.withdraw();
         let point = points.iter().find(|point| point.hit);
