@@ -146,8 +146,7 @@ async fn a_volume_is_not_staged_both_ways_at_once(rig: Rig<Xfs>) {
 /// volume was unstaged there.
 #[apply(device_test)]
 async fn a_volume_that_cannot_be_mounted_keeps_no_device_when_it_is_staged_as_one(rig: Rig<Dir>) {
-    let (volume, device) = rig.block_volume("raw", 16 * MIB).await;
-    Content::default().write(&device, 0, 1, 7);
+    let (volume, ..) = rig.written_volume("raw", 16 * MIB, (0, 1, 7)).await;
     rig.detach(&volume).await;
     let (one, two) = (rig.dir.path().join("one"), rig.dir.path().join("two"));
     let refused = stage(&rig, &volume, &one, mount_capability("ext4")).await;

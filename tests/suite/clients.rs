@@ -62,9 +62,8 @@ impl Schedule {
 
         let mode = if self.read_only { Mode::MultiNodeReaderOnly } else { Mode::SingleNodeWriter };
         let capability = with_mode(block_capability(), mode);
-        let claim = rig
-            .made_from(&format!("{name}, read"), taken.size_bytes, capability.clone(), from_snapshot(&handle))
-            .await;
+        let (name, source) = (format!("{name}, read"), from_snapshot(&handle));
+        let claim = rig.made_from(&name, taken.size_bytes, capability.clone(), source).await;
         let kubelet = rig.kubelet();
         let device = rig.client.publish(&claim, capability, self.read_only, &kubelet).await.expect("publish");
         let list = match &self.base {

@@ -174,12 +174,8 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         assert!(large > small + small / 2, "{fs_type} did not grow: {small} to {large}");
 
         let snapshot = client.create_snapshot(fs_type, &volume).await.expect("snapshot").snapshot_id;
-        let request = new_volume_from(
-            &format!("{fs_type}-larger"),
-            900 * MIB,
-            capability.clone(),
-            from_snapshot(&snapshot),
-        );
+        let (name, source) = (format!("{fs_type}-larger"), from_snapshot(&snapshot));
+        let request = new_volume_from(&name, 900 * MIB, capability.clone(), source);
         let larger = client.create_volume(request).await.expect("restore").volume_id;
         let copy = client.publish(&larger, capability.clone(), false, kubelet).await.expect("publish");
         assert_eq!(std::fs::read(copy.join("file")).expect("read"), fs_type.as_bytes());

@@ -278,15 +278,10 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(rig: Rig<po
         writer.end();
         let mut numbers = Vec::new();
         for member in [first, second] {
-            let mut request = new_volume_from(
-                &format!("restored {round} {member}"),
-                0,
-                mount_capability(""),
-                from_snapshot(&group.snapshots[member].snapshot_id),
-            );
-            request.volume_capabilities = vec![mount_capability(["ext4", "xfs", "btrfs"][member])];
-            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
             let capability = mount_capability(["ext4", "xfs", "btrfs"][member]);
+            let source = from_snapshot(&group.snapshots[member].snapshot_id);
+            let name = format!("restored {round} {member}");
+            let restored = rig.made_from(&name, 0, capability.clone(), source).await;
             let target = rig.publish(&restored, capability).await;
             numbers.push(number_at(&target.join("n")));
             rig.detach(&restored).await;

@@ -65,12 +65,8 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
         for is_used in [false, true] {
             for is_restore in [true, false] {
                 let name = format!("{factor} {is_used} {is_restore}");
-                let request = new_volume_from(
-                    &name,
-                    if is_restore { size } else { least },
-                    capability.clone(),
-                    from_snapshot(&snapshot),
-                );
+                let asked = if is_restore { size } else { least };
+                let request = new_volume_from(&name, asked, capability.clone(), from_snapshot(&snapshot));
                 let made = rig.client.create_volume(request).await;
                 if is_restore && !fits {
                     let refused = made.expect_err("it cannot grow so far");

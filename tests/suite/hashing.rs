@@ -127,9 +127,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
 #[apply(device_test)]
 async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 1000, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (0, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let dir = live(&rig, &base);
     hashed(&rig, &[&base]).await;

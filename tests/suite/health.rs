@@ -82,8 +82,7 @@ async fn a_flood_of_scrapes_takes_few_threads() {
 #[apply(device_test)]
 async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     let (mut rig, port) = served(PoolKind::Xfs).await;
-    let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
-    Content::default().write(&device, 0, 10, 1);
+    let (volume, ..) = rig.written_volume("counted", 8 * MIB, (0, 10, 1)).await;
     let snapshot = rig.snapshot("counted", &volume).await;
     rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
     for number in 0..50 {

@@ -21,9 +21,7 @@ struct Pair {
 const CAPACITY: i64 = 64 * MIB;
 
 async fn pair(rig: &mut Rig) -> Pair {
-    let (volume, device) = rig.block_volume("paired", CAPACITY).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 4, 1);
+    let (volume, device, mut before) = rig.written_volume("paired", CAPACITY, (0, 4, 1)).await;
     before.write(&device, 1000, 100, 2);
     before.write(&device, 16380, 4, 3);
     let first = rig.snapshot("first", &volume).await;

@@ -211,9 +211,8 @@ async fn a_restored_volume_is_read_at_many_places(
     let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
     for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
         let readers = with_mode(capability.clone(), mode);
-        let restored = rig
-            .made_from(&format!("restored {fs_type} {mode:?}"), 0, readers.clone(), from_snapshot(&snapshot))
-            .await;
+        let (name, source) = (format!("restored {fs_type} {mode:?}"), from_snapshot(&snapshot));
+        let restored = rig.made_from(&name, 0, readers.clone(), source).await;
         // Its source stays mounted for writing.
         let first = rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
         let second = rig.dir.path().join("second");

@@ -50,20 +50,13 @@ async fn data_is_never_formatted_over(rig: Rig<Xfs>) {
     content.write(&device, 3000, 1, 9);
     let snapshot = rig.snapshot("raw bytes", &volume).await;
     rig.detach(&volume).await;
-    let blank =
-        rig.client.create_volume(new_volume("blank", 16 * MIB, block_capability())).await.expect("create");
-    let blank = rig.snapshot("nothing", &blank.volume_id).await;
+    let blank = rig.volume("blank", 16 * MIB, block_capability()).await;
+    let blank = rig.snapshot("nothing", &blank).await;
     let mut sources = vec![volume];
     for source in [snapshot, blank] {
-        sources.push(
-            rig.made_from(
-                &format!("from {source}"),
-                16 * MIB,
-                mount_capability("ext4"),
-                from_snapshot(&source),
-            )
-            .await,
-        );
+        let name = format!("from {source}");
+        let made = rig.made_from(&name, 16 * MIB, mount_capability("ext4"), from_snapshot(&source));
+        sources.push(made.await);
     }
     for (volume, why) in sources.iter().zip(["holds data", "holds data", "an empty source"]) {
         let refused = rig.try_publish(volume, mount_capability("ext4")).await;

@@ -190,9 +190,7 @@ pub fn flip(path: &Path, at: u64) {
 /// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
 #[apply(every_pool)]
 async fn a_flipped_bit_changes_no_answer(rig: Rig<pool>) {
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 10, 300, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (10, 300, 1)).await;
     without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
@@ -299,9 +297,7 @@ async fn damage_that_can_not_be_mended_is_reported(rig: Rig<Btrfs>) {
 /// that, so all changes before the restore were lost.
 #[apply(every_pool)]
 async fn a_restore_between_two_snapshots_hides_no_change(rig: Rig<pool>) {
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 100, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (0, 100, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 10, 5, 2);

@@ -15,8 +15,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, files_below, narrow_client, paths_below
 /// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
 #[apply(every_pool)]
 async fn what_is_stored_is_for_root_alone(rig: Rig<pool>) {
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    Content::default().write(&device, 0, 10, 1);
+    let (volume, ..) = rig.written_volume("volume", 8 * MIB, (0, 10, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
@@ -101,8 +100,7 @@ async fn no_port_is_open_without_a_metrics_address() {
 #[apply(device_test)]
 async fn streams_are_capped() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--block-metadata-type", "fixed"], "warn").await;
-    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
-    Content::default().write(&device, 0, 65536, 1);
+    let (volume, ..) = rig.written_volume("volume", 256 * MIB, (0, 65536, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let mut open = Vec::new();
     let refused = 'connections: loop {

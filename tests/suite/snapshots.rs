@@ -144,8 +144,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(rig: Rig<pool
 /// Seen in other drivers: a snapshot that fails leaves its file behind, and each retry leaves another.
 #[apply(every_pool)]
 async fn a_snapshot_that_fails_leaves_nothing(rig: Rig<pool>) {
-    let (volume, device) = rig.block_volume("doomed", 8 * MIB).await;
-    Content::default().write(&device, 0, 64, 1);
+    let (volume, ..) = rig.written_volume("doomed", 8 * MIB, (0, 64, 1)).await;
     rig.detach(&volume).await;
     let image = rig.volume_dir(&volume).data();
     let aside = image.with_extension("aside");
@@ -163,8 +162,7 @@ async fn a_snapshot_that_fails_leaves_nothing(rig: Rig<pool>) {
 /// number to the first block and then to the last. In a torn copy the last is ahead of the first.
 #[apply(every_pool)]
 async fn a_snapshot_of_a_device_under_write_is_never_torn(rig: Rig<pool>) {
-    let (volume, device) = rig.block_volume("busy", 32 * MIB).await;
-    Content::default().write(&device, 0, 8192, 1);
+    let (volume, device, _) = rig.written_volume("busy", 32 * MIB, (0, 8192, 1)).await;
     for block in [0, 8191] {
         open_device(&device).write_all_at(&0u64.to_le_bytes(), block * BLOCK).expect("write");
     }

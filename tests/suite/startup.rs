@@ -1,7 +1,7 @@
 //! The start: sockets, data directories, records, and what a dead driver left.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability, new_volume};
@@ -10,7 +10,8 @@ use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders};
-use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, names, signal, wait};
+use testkit::running::Running;
+use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, names, swept_dir};
 
 /// Runs a driver that must refuse to start, and returns its messages.
 pub fn refused(command: &mut Command) -> String {
@@ -178,17 +179,6 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left(rig: Rig<Xfs>) {
     rig.detach(&volume).await;
 }
 
-/// A driver without a rig. Even a failing test leaves nothing of it.
-struct Swept(Child, std::path::PathBuf);
-
-impl Drop for Swept {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        let _ = deltapath::sys::sweep::sweep(&self.1);
-    }
-}
-
 /// A directory with a mkfs.btrfs that writes only the magic number of a btrfs.
 fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
     use std::os::unix::fs::PermissionsExt;
@@ -201,6 +191,14 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
     programs
 }
 
+/// A driver that finds these programs first, for a pool by this choice.
+fn driver_with(programs: &Path, dir: &Path, choice: &str) -> Command {
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
+    let mut command = driver_command(dir, PoolKind::Dir);
+    command.args(["--pool-size", "1Gi", "--pool", choice]).env("PATH", path).env("RUST_LOG", "warn");
+    command
+}
+
 /// The incident: a start was killed after it made such an image and before it chose the other filesystem. The next start
 /// insisted on the image, although its manifest was not written yet.
 #[cfg(feature = "failpoints")]
@@ -208,23 +206,17 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
     let mut kills = 0;
     for at in (1..).step_by(2) {
-        let dir = testkit::temp_dir();
+        let (dir, _swept) = swept_dir();
         let programs = programs_that_know_more(dir.path());
-        let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
-        let data = dir.path().join("data");
         let start = || {
-            let mut command = Command::new(testkit::program("deltapath"));
-            command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", "auto"]);
-            command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
-            command.arg("--data-dir").arg(&data).env("PATH", &path).env("RUST_LOG", "warn");
-            command.env("DELTAPATH_FAILPOINTS", dir.path().join("failpoints"));
-            command.spawn().expect("start")
+            let mut driver = driver_with(&programs, dir.path(), "auto");
+            Running::start(&mut driver, &dir.path().join("driver.log"))
         };
         let mut orders = Orders::new(dir.path());
         orders.give(Cut::Kill, at, "main");
-        let mut driver = Swept(start(), dir.path().to_owned());
+        let mut driver = start();
         let connected = loop {
-            if driver.0.try_wait().expect("wait").is_some() {
+            if !driver.is_alive() {
                 break false;
             }
             // An answer: the socket takes connections before its mode is set, which is the last step.
@@ -238,17 +230,15 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
         orders.withdraw();
         if !connected {
             kills += 1;
-            driver.0 = start();
+            driver = start();
             let mut client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
             let client = client.as_mut().unwrap_or_else(|error| panic!("killed before step {at}: {error}"));
             let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
             assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs", "step {at}");
         }
-        signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
-        assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
-        let left = leftovers(dir.path());
-        assert_eq!(left, Vec::<String>::new(), "killed before step {at}");
-        assert!(!data.join("pool.img.untried").exists(), "killed before step {at}");
+        assert!(driver.stop().success());
+        assert_eq!(leftovers(dir.path()), [""; 0], "killed before step {at}");
+        assert!(!dir.path().join("data/pool.img.untried").exists(), "killed before step {at}");
         if connected {
             break;
         }
@@ -260,32 +250,24 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
 /// and a start that asked for this one fails.
 #[apply(device_test)]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
-    let dir = testkit::temp_dir();
+    let (dir, _swept) = swept_dir();
     let programs = programs_that_know_more(dir.path());
-    let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
     let start = |choice: &str| {
-        let mut command = Command::new(testkit::program("deltapath"));
-        command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", choice]);
-        command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
-        command.arg("--data-dir").arg(dir.path().join(choice)).env("PATH", &path).env("RUST_LOG", "warn");
+        let mut command = driver_with(&programs, dir.path(), choice);
+        command.arg("--data-dir").arg(dir.path().join(choice));
         command
     };
     let said = refused(&mut start("btrfs"));
     assert!(said.contains("mount a filesystem"), "{said}");
 
-    let log = dir.path().join("log");
-    let stderr = std::fs::File::create(&log).expect("log");
-    let mut driver = Swept(start("auto").stderr(stderr).spawn().expect("start"), dir.path().to_owned());
-    let client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
-    let info = match client {
-        Ok(mut client) => client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await,
-        Err(error) => panic!("{error}: {}", std::fs::read_to_string(&log).unwrap_or_default()),
-    };
-    signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
-    assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
+    let mut driver = Running::start(&mut start("auto"), &dir.path().join("driver.log"));
+    let mut client =
+        Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await.expect("auto");
+    let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
+    assert!(driver.stop().success());
     assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs");
     assert_eq!(leftovers(dir.path()), Vec::<String>::new());
-    let said = std::fs::read_to_string(&log).expect("log");
+    let said = driver.log();
     assert!(said.contains("no btrfs image, trying xfs"), "{said}");
 }
 

@@ -22,8 +22,7 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
 /// are the host disk's.
 #[apply(every_pool)]
 async fn stats_of_a_block_volume_are_its_own(rig: Rig<pool>) {
-    let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
-    Content::default().write(&device, 0, 256, 1);
+    let (raw, device, _) = rig.written_volume("raw", 64 * MIB, (0, 256, 1)).await;
     std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
     let usage = stats(&rig, &raw, &device).await.expect("stats");
     let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };

@@ -57,8 +57,7 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
     for round in 0..2 {
         let mut volumes = Vec::new();
         for name in ["first", "second"] {
-            let (volume, device) = rig.block_volume(&format!("{name} {round}"), 8 * MIB).await;
-            Content::default().write(&device, 10, 20, 1);
+            let (volume, ..) = rig.written_volume(&format!("{name} {round}"), 8 * MIB, (10, 20, 1)).await;
             rig.detach(&volume).await;
             volumes.push(volume);
         }

@@ -8,9 +8,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig};
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
 #[apply(device_test)]
 async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up(rig: Rig<Btrfs>) {
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 10, 100, 1);
+    let (volume, device, before) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 50, 20, 2);

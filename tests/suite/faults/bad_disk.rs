@@ -76,9 +76,7 @@ struct Line {
 }
 
 async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
-    let (volume, device) = rig.block_volume(name, 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 400, fill);
+    let (volume, device, mut before) = rig.written_volume(name, 64 * MIB, (0, 400, fill)).await;
     // So many single blocks that a map is longer than a block of the disk, and its table is in another block.
     let scattered = || (1000..6000).step_by(2);
     scattered().for_each(|block| before.write(&device, block, 1, fill));
@@ -240,9 +238,7 @@ async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
 async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 400, 1);
+    let (volume, device, mut before) = rig.written_volume("volume", 64 * MIB, (0, 400, 1)).await;
     File::open(&device).and_then(|file| file.sync_all()).expect("sync");
     let data = ObjectDir::new(rig.pool_dir().join("volumes").join(&volume)).data();
     spoil(&disk, &data, 120 * BLOCK);
@@ -277,8 +273,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             tokio::time::sleep(std::time::Duration::from_secs(3)).await;
             assert!(failures(&rig) <= 4, "hashing retries without pause: {} failures in 3 s", failures(&rig));
             // Hashing continues for others.
-            let (other, other_device) = rig.block_volume("other", 64 * MIB).await;
-            Content::default().write(&other_device, 0, 100, 1);
+            let (other, ..) = rig.written_volume("other", 64 * MIB, (0, 100, 1)).await;
             let snapshot = rig.snapshot("other", &other).await;
             let dir = live(&rig, &snapshot);
             until("others are hashed", || is_hashed(&dir)).await;
@@ -346,12 +341,8 @@ async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKin
                     .for_each(|path| forget(path));
             }
             failed += usize::from(!line.answers(&mut rig).await);
-            let restore = new_volume_from(
-                &format!("{} for {part}", line.base.0),
-                64 * MIB,
-                block_capability(),
-                from_snapshot(&line.base.0),
-            );
+            let (name, source) = (format!("{} for {part}", line.base.0), from_snapshot(&line.base.0));
+            let restore = new_volume_from(&name, 64 * MIB, block_capability(), source);
             match rig.client.create_volume(restore).await {
                 Ok(volume) => {
                     let device = rig.try_publish(&volume.volume_id, block_capability()).await;

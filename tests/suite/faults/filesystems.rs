@@ -9,9 +9,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, names};
 
 /// A short run of everything: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 300, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (100, 300, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 150, 20, 2);

@@ -29,9 +29,7 @@ enum End {
 async fn a_full_host(pool: PoolKind, end: End) {
     let disk = Disk::ext4(600 << 20);
     let mut rig = disk.rig(pool, &["--pool-size", "2Gi"]).await;
-    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 1000, 1);
+    let (volume, device, before) = rig.written_volume("volume", 256 * MIB, (100, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);

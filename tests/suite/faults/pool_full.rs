@@ -80,9 +80,7 @@ async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
 #[apply(every_pool)]
 async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
-    let (volume, device) = rig.block_volume("written", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 1000, 1);
+    let (volume, device, before) = rig.written_volume("written", 64 * MIB, (100, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);
@@ -180,9 +178,8 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
     for number in 0..3u8 {
-        let (volume, device) = rig.block_volume(&format!("volume {number}"), 64 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 0, 1000, number + 1);
+        let (volume, device, content) =
+            rig.written_volume(&format!("volume {number}"), 64 * MIB, (0, 1000, number + 1)).await;
         let base = rig.snapshot(&format!("base {number}"), &volume).await;
         let mut after = content.clone();
         after.write(&device, 500, 100, 7);

@@ -3,12 +3,12 @@
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
 use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
 use super::until;
+use crate::startup::refused;
 use testkit::{MIB, PoolKind, Rig, driver_command, names, swept_dir, temp_dir};
 
 /// The programs that the driver calls.
@@ -39,13 +39,6 @@ fn script(bin: &Path, program: &str, text: &str) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
 }
 
-fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
-    let output = driver_command(dir, pool).env("PATH", path).stderr(Stdio::piped()).output().expect("run");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    said
-}
-
 /// If the mkfs for a pool image is missing or fails, the start fails with the reason, and leaves nothing that the next start
 /// would take for a pool.
 #[apply(device_cases)]
@@ -58,11 +51,11 @@ async fn a_pool_without_its_mkfs_is_refused(
 ) {
     let (dir, _swept) = swept_dir();
     let bin = path_without(dir.path(), mkfs);
-    let said = refused(dir.path(), pool, &bin);
+    let said = refused(driver_command(dir.path(), pool).env("PATH", &bin));
     assert!(said.contains(mkfs) && said.contains(&format!("install {package}")), "{said}");
     assert!(said.contains("--pool dir"), "{said}");
     script(&bin, mkfs, "echo 'out of luck' >&2; exit 3");
-    let said = refused(dir.path(), pool, &bin);
+    let said = refused(driver_command(dir.path(), pool).env("PATH", &bin));
     assert!(said.contains(mkfs) && said.contains("out of luck"), "{said}");
     let data = names(&dir.path().join("data"));
     assert!(!data.iter().any(|name| name == "pool.img" || name == "deltapath.json"), "{data:?}");

@@ -51,9 +51,7 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
         std::os::unix::fs::symlink(place.join("pool"), dir.path().join("data/pool")).expect("symlink");
     }
     let mut rig = Rig::start_in(dir, pool, &[], "info").await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 1000, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (100, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);

@@ -24,8 +24,7 @@ use testkit::{MIB, PoolKind, Rig, requests, swept_dir, temp_dir};
 /// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {
     let work = async {
-        let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
-        Content::default().write(&device, 1, 100, 1);
+        let (volume, ..) = rig.written_volume("raw", 8 * MIB, (1, 100, 1)).await;
         let snapshot = rig.snapshot("snapshot", &volume).await;
         let (restored, _) = rig.volume_from("restored", 0, from_snapshot(&snapshot)).await;
         let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;

@@ -176,9 +176,7 @@ async fn records_of_a_later_version_are_withheld_and_not_touched(rig: Rig<Dir>) 
 
 #[apply(every_pool)]
 async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(rig: Rig<pool>) {
-    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 50, 1);
+    let (volume, device, before) = rig.written_volume("volume", 16 * MIB, (0, 50, 1)).await;
     without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
