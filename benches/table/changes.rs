@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use base::ByteRange;
-use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{block_capability, from_snapshot, from_volume};
 use deltapath::sys::extents::Extents;
 use files::DataRanges;
 use proto::VolumeContentSource;

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use csi_client::{block_capability, from_snapshot, new_volume};
+use csi_client::{block_capability, from_snapshot};
 use deltapath::sys::blockdev;
 use deltapath::sys::btrfs::{self, WrittenSince};
 use deltapath::sys::extents::Extents;

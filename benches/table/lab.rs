@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{block_capability, from_snapshot, from_volume};
 use proto::GetCapacityRequest;
 use serde_json::Value;
 

@@ -4,7 +4,6 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use base::ByteRange;
-use proto::ControllerModifyVolumeRequest;
 use testkit::bench::{median, write_direct};
 use testkit::{PoolKind, Rig, requests};
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use csi_client::{mount_capability, new_volume};
+use csi_client::mount_capability;
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use serde_json::Value;
 

@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use csi_client::{from_snapshot, mount_capability, new_volume};
+use csi_client::{from_snapshot, mount_capability};
 use tonic::Code;
 
 use crate::faults::until;
 use proto::ListSnapshotsRequest;
 use testkit::content::{Content, open_device};
 use testkit::order::group_image;
-use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, code, members, names, new_volume_from, status_code};
+use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, code, members, names, status_code};
 
 fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest {
     proto::GetVolumeGroupSnapshotRequest {

@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use csi_client::{block_capability, mount_capability, new_volume, stage_of};
+use csi_client::{block_capability, mount_capability, stage_of};
 use deltapath::sys::mount;
 use tonic::Code;
 

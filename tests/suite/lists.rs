@@ -1,10 +1,10 @@
 //! Lists: pages and tokens. The model plays their filters.
 
-use csi_client::{block_capability, new_volume};
+use csi_client::block_capability;
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use tonic::Code;
 
-use testkit::{MIB, PoolKind, Rig, status_code};
+use testkit::{MIB, Rig, status_code};
 
 async fn volume_page(rig: &mut Rig, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };

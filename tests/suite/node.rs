@@ -4,8 +4,7 @@
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
-use deltapath::sys::blockdev;
+use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::sweep::devices_below;
 use proto::VolumeCapability;
 use proto::volume_capability::access_mode::Mode;
@@ -165,10 +164,8 @@ async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
     }
     let target = rig.dir.path().join("target");
     let unstaged = publish_at(&rig, &volume, &target, block_capability(), false);
-    assert_eq!(
-        status_code(rig.client.node.node_publish_volume(unstaged.clone()).await),
-        Code::FailedPrecondition
-    );
+    let refused = status_code(rig.client.node.node_publish_volume(unstaged.clone()).await);
+    assert_eq!(refused, Code::FailedPrecondition);
     let nowhere = proto::NodePublishVolumeRequest { staging_target_path: String::new(), ..unstaged };
     assert_eq!(status_code(rig.client.node.node_publish_volume(nowhere).await), Code::FailedPrecondition);
     for (volume, target, expected) in

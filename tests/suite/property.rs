@@ -330,11 +330,8 @@ async fn check(rig: &mut Subject<'_>, model: &Model, block_size: u64, offsets: &
                 let list =
                     rig.client.delta(&base.id, &target.id, offset as i64, *max_results).await.expect("delta");
                 let tail: Vec<u64> = changed.iter().copied().filter(|b| *b >= offset / block_size).collect();
-                assert_eq!(
-                    blocks_of(&list, block_size),
-                    tail,
-                    "delta from {offset}, {max_results} a message"
-                );
+                let listed = blocks_of(&list, block_size);
+                assert_eq!(listed, tail, "delta from {offset}, {max_results} a message");
             }
             // A client can resume from every message boundary.
             let list = rig.client.delta(&base.id, &target.id, 0, 3).await.expect("delta");

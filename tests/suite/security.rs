@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use csi_client::from_volume;
 use deltapath::sys::loopdev::{Access, LoopDevice};
-use proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
+use proto::GetMetadataAllocatedRequest;
 use tonic::Code;
 
 use testkit::content::{Content, block_bytes};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, new_volume};
+use csi_client::{Client, block_capability};
 use proto::ListVolumesRequest;
 use tonic::Code;
 
@@ -67,11 +67,8 @@ async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     std::fs::write(rig.socket(), "not a socket").expect("write");
     let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Dir));
     assert!(said.contains("not a socket"), "{said}");
-    assert_eq!(
-        std::fs::read_to_string(rig.socket()).expect("read"),
-        "not a socket",
-        "a file that is not a socket was removed"
-    );
+    let found = std::fs::read_to_string(rig.socket()).expect("read");
+    assert_eq!(found, "not a socket", "a file that is not a socket was removed");
 }
 
 #[apply(device_test)]

@@ -86,6 +86,11 @@ async fn a_volume_mounted_with_ro_is_well(rig: Rig<Xfs>, #[values("ext4", "xfs",
     rig.detach(&volume).await;
 }
 
+/// The read-ahead of the one device, and whether it does direct I/O.
+fn tuned(rig: &Rig) -> [String; 2] {
+    ["queue/read_ahead_kb", "loop/dio"].map(|attribute| queue(rig, attribute))
+}
+
 fn queue(rig: &Rig, attribute: &str) -> String {
     let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("one device");
     std::fs::read_to_string(device.sysfs().join(attribute)).expect(attribute).trim().to_owned()
@@ -111,10 +116,7 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
         for _ in 0..2 {
             rig.client.controller.controller_modify_volume(request.clone()).await.expect("modify");
         }
-        assert_eq!(
-            (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
-            (kib, dio)
-        );
+        assert_eq!(tuned(&rig), [kib, dio]);
     }
     for (volume, pairs, expected) in [
         ("", vec![("readAheadKiB", "4")], Code::InvalidArgument),
@@ -140,10 +142,7 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
     rig.kill();
     rig.start_again().await;
     rig.attach(&volume).await;
-    assert_eq!(
-        (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
-        ("2048", "0")
-    );
+    assert_eq!(tuned(&rig), ["2048", "0"]);
     let back = modify(&volume, &[("directIO", "true")]);
     match rig.client.controller.controller_modify_volume(back).await {
         Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
@@ -252,10 +251,8 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
         mount.mount_flags.push("nonsense".into());
     }
     flags.volume_capability = Some(capability);
-    assert_eq!(
-        status_code(rig.client.node.node_publish_volume(flags.clone()).await),
-        Code::FailedPrecondition
-    );
+    let refused = status_code(rig.client.node.node_publish_volume(flags.clone()).await);
+    assert_eq!(refused, Code::FailedPrecondition);
     nothing_is_left(&rig, &flags);
     let real = rig.volume("real", MIB, block_capability()).await;
     let posing = ephemeral(&rig, &real, "8Mi");
@@ -329,10 +326,8 @@ async fn attachments_bind_volumes_to_their_node() {
         controller.controller_unpublish_volume(detach(&ids[0], node)).await.expect("detach");
     }
     controller.controller_unpublish_volume(detach("unknown", "node-1")).await.expect("nothing to undo");
-    assert_eq!(
-        status_code(controller.controller_unpublish_volume(detach("", "x")).await),
-        Code::InvalidArgument
-    );
+    let refused = status_code(controller.controller_unpublish_volume(detach("", "x")).await);
+    assert_eq!(refused, Code::InvalidArgument);
     rig.client.delete_volume(&ids[0]).await.expect("delete");
     rig.finish();
 }

@@ -3,10 +3,9 @@
 //! that are full, read-only, dead or damaged, with the functions of this file.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::Path;
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability};
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{self, sweep::devices_below};
 use proto::VolumeHealth;

@@ -118,13 +118,8 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
 }
 
 #[apply(every_pool)]
-async fn ours_conforms_on_every_pool_with_extents(pool: PoolKind) {
-    conforms(pool, &["--block-metadata-type", "variable"], &[]).await;
-}
-
-#[apply(every_pool)]
-async fn ours_conforms_on_every_pool_with_fixed_blocks(pool: PoolKind) {
-    conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
+async fn ours_conforms_on_every_pool(pool: PoolKind, #[values("variable", "fixed")] style: &str) {
+    conforms(pool, &["--block-metadata-type", style], &[]).await;
 }
 
 /// Two snapshots with a million changes between them, which needs a large volume: `make conformance-many`.

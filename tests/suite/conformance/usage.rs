@@ -122,17 +122,12 @@ async fn each_level_runs_its_own_cases(rig: Rig<Xfs>) {
         verdicts.iter().filter(|(_, (verdict, _))| verdict == "fail").map(|(name, _)| name).collect();
     assert_eq!(failed, ["allocated-never-written", "delta-same-snapshot", "delta-unchanged"], "{report:#}");
     assert_eq!(report["level"], "SHOULD");
-    assert!(
-        report["summary"].as_str().is_some_and(|line| line.contains(", SHOULD cases: fail (")),
-        "{report:#}"
-    );
+    let summary = report["summary"].as_str().expect("a summary");
+    assert!(summary.contains(", SHOULD cases: fail ("), "{report:#}");
     let focus = "^(alive|delta-(order|unchanged|same-snapshot))$";
     let (code, must, report) = run(&socket, &["--focus", focus, "--level", "must"]).await;
-    assert_eq!(
-        (code, must.keys().map(String::as_str).collect::<Vec<_>>()),
-        (Some(0), vec!["alive", "delta-order"]),
-        "{report:#}"
-    );
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(must.keys().collect::<Vec<_>>(), ["alive", "delta-order"], "{report:#}");
     assert!(must.values().all(|(verdict, _)| verdict == "pass"), "{report:#}");
 
     let listed = async |level: &str| {

@@ -9,7 +9,7 @@ use super::audit::{When, audit};
 use super::cases::{FILESYSTEM, staging};
 use super::scene::Scene;
 use testkit::orders::Orders;
-use testkit::{PoolKind, Rig, root_of};
+use testkit::{Rig, root_of};
 
 /// The number of the first step of this name in a snapshot of the mounted volume.
 async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
@@ -63,11 +63,8 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem(rig: Rig<Xfs>) 
     assert!(frozen.is_none(), "the copy is held up before the filesystem is frozen");
     let status = tokio::task::block_in_place(|| rig.terminate());
     assert!(status.success(), "the driver ended with {status}\n{}", rig.log());
-    assert!(
-        rig.log().contains("thawed what the last driver left frozen"),
-        "the watchdog thawed it:\n{}",
-        rig.log()
-    );
+    let log = rig.log();
+    assert!(log.contains("thawed what the last driver left frozen"), "the watchdog thawed it:\n{log}");
     call.await.expect("join").expect_err("the call was left behind");
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     frozen.expect("the filesystem is left frozen").thaw().expect("thaw");

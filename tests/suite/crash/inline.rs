@@ -3,10 +3,10 @@
 use std::process::Command;
 
 use csi_client::mount_capability;
-use proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
+use proto::NodePublishVolumeRequest;
 
 use testkit::orders::{Cut, Orders};
-use testkit::{PoolKind, Rig, names, requests};
+use testkit::{Rig, names, requests};
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume, the retry failed with a final code,
 /// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and

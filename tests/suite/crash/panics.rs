@@ -1,9 +1,8 @@
 //! A thread whose work nobody else does panics.
 
 use crate::faults::{hashed, live, until};
-use testkit::content::Content;
 use testkit::orders::Orders;
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, Rig};
 
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
 #[apply(device_test)]

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use cbt::MapFile;
 use deltapath::sys::mount;
 
 use super::FLAGS;

@@ -7,8 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use base::ObjectDir;
-use cbt::MapFile;
-use csi_client::{block_capability, from_snapshot, new_volume};
+use csi_client::{block_capability, from_snapshot};
 use tonic::Code;
 
 use super::{
@@ -235,7 +234,10 @@ async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
 
 /// A snapshot is taken of a block that cannot be read. On a pool that clones the call succeeds, hashing neither stops nor
 /// retries without pause, and deltas that need the block fail. On a pool that copies the call fails.
-async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
+#[apply(device_cases)]
+#[case::is_not_copied_in_silence_on_dir(PoolKind::Dir)]
+#[case::is_not_hashed_for_ever_on_a_pool_that_clones(PoolKind::Xfs)]
+async fn a_bad_block_in_a_volume(#[case] pool: PoolKind) {
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
     let (volume, device, mut before) = rig.written_volume("volume", 64 * MIB, (0, 400, 1)).await;
@@ -290,16 +292,6 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     assert!(!log.contains("panicked"), "{log}");
     rig.detach_and_finish(&volume).await;
     disk.finish();
-}
-
-#[apply(device_test)]
-async fn a_bad_block_in_a_volume_is_not_copied_in_silence_on_dir() {
-    a_snapshot_of_a_bad_block(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() {
-    a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
 }
 
 /// The image is truncated under a mounted pool, so that everything behind the new end is an I/O error. Every answer is right

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use proto::{GetSnapshotRequest, ListSnapshotsRequest};
+use proto::ListSnapshotsRequest;
 use tonic::Code;
 
 use super::until;

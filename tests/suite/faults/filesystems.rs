@@ -1,6 +1,6 @@
 //! A data directory on filesystems of all kinds. Each works fully, or is refused with the reason.
 
-use csi_client::{from_snapshot, mount_capability, new_volume};
+use csi_client::{from_snapshot, mount_capability};
 
 use super::Disk;
 use crate::startup::refused;
@@ -116,13 +116,9 @@ async fn plain_files_on_xfs_list_what_was_written() {
         let snapshot = rig.snapshot(&round.to_string(), &volume).await;
         let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
         let (reported, written) = (blocks_of(&list, BLOCK), content.allocated(BLOCK));
-        let more: Vec<u64> = reported.iter().filter(|block| !written.contains(block)).copied().collect();
-        assert_eq!(
-            more,
-            Vec::<u64>::new(),
-            "round {round}: of {} blocks written, listed as allocated too",
-            written.len()
-        );
+        let more: Vec<&u64> = reported.iter().filter(|block| !written.contains(block)).collect();
+        let count = written.len();
+        assert!(more.is_empty(), "round {round}: {count} blocks were written, and also listed are {more:?}");
         assert_eq!(reported, written);
     }
     rig.detach_and_finish(&volume).await;

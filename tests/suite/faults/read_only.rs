@@ -11,7 +11,6 @@ use super::{
     Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, listed, node_health, probe,
     storage, storage_tells, tells, unwell, verify,
 };
-use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from, requests, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {

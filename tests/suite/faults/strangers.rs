@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, UNIX_EPOCH};
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::{mount, program};
 use fuser::{
@@ -18,7 +18,6 @@ use fuser::{
 };
 
 use super::{DeadDevices, Disk};
-use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, requests, swept_dir, temp_dir};
 
 /// Makes every call that looks for a loop device, and restarts the driver.

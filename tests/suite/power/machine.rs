@@ -1,7 +1,7 @@
 //! A machine whose disk can lose power: the disk, its filesystem, and a driver with its data directory there.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
