@@ -176,13 +176,11 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         let snapshot = rig.snapshot(&format!("first {number}"), &volume).await;
         first.push((started.elapsed(), bare.took));
         drop(bare);
-        rig.detach(&twin).await;
-        rig.client.delete_volume(&twin).await.expect("delete");
+        rig.delete(&twin).await;
         host::hashed(&rig, &snapshot).await;
         if number + 1 < ROUNDS {
             rig.client.delete_snapshot(&snapshot).await.expect("delete");
-            rig.detach(&volume).await;
-            rig.client.delete_volume(&volume).await.expect("delete");
+            rig.delete(&volume).await;
         } else {
             last = Some((volume, device, snapshot));
         }

@@ -80,8 +80,7 @@ pub async fn run(table: &mut Table) {
             }
             dense.get_or_insert(at_once);
         }
-        rig.detach(&volume.id).await;
-        rig.client.delete_volume(&volume.id).await.expect("DeleteVolume");
+        rig.delete(&volume.id).await;
         let dense = dense.expect("1 %");
         let volume = Volume::make(&mut rig, "sparse", SPARSE).await;
         let mut base = volume.first_snapshot(&mut rig).await;

@@ -121,8 +121,7 @@ async fn measure(pool: PoolKind) -> Figures {
     for round in 1..ROUNDS {
         let (volume, device) = rig.block_volume(&format!("filled {round}"), SIZE as i64).await;
         sequential.push(SIZE as f64 / host::fill(&device, SIZE, &mut random).as_secs_f64());
-        rig.detach(&volume).await;
-        rig.client.delete_volume(&volume).await.expect("delete");
+        rig.delete(&volume).await;
         host::idle(&rig, pool).await;
     }
     rig.finish();

@@ -87,8 +87,7 @@ impl Schedule {
                 Kind::Whole
             }
         };
-        rig.detach(&claim).await;
-        rig.client.delete_volume(&claim).await.expect("DeleteVolume");
+        rig.delete(&claim).await;
         // Once, by the content that was told to delete it.
         rig.client.delete_snapshot(&handle).await.expect("DeleteSnapshot");
         self.base = Some(handle);
@@ -172,8 +171,7 @@ async fn a_filesystem_is_backed_up_by_blocks_and_restored_elsewhere_and_in_place
         rig.detach(&restored).await;
         let restored_to = rig.publish(&restored, files.clone()).await;
         assert!(files_in(&restored_to) == *files_then, "other files are restored");
-        rig.detach(&restored).await;
-        rig.client.delete_volume(&restored).await.expect("delete");
+        rig.delete(&restored).await;
     }
 
     rig.detach(&source).await;

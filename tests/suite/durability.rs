@@ -117,8 +117,7 @@ async fn a_snapshot_holds_every_acknowledged_write(
         rig.detach(&restored).await;
         let device = rig.attach(&restored).await;
         fsck(fs_type, &device);
-        rig.detach(&restored).await;
-        rig.client.delete_volume(&restored).await.expect("delete");
+        rig.delete(&restored).await;
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
     }
     database.close();

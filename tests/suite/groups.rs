@@ -49,8 +49,7 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(rig: Rig<pool>) {
     let swapped: Vec<String> = volumes.iter().rev().cloned().collect();
     let again = rig.client.create_group("group", &swapped).await.expect("the same volumes");
     assert_eq!(again, group);
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     let again = rig.client.create_group("group", &volumes).await.expect("the same after a restart");
     assert_eq!(again, group);
     assert_eq!(code(rig.client.create_group("group", &volumes[..1]).await), Code::AlreadyExists);
@@ -284,8 +283,7 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(rig: Rig<po
             let restored = rig.made_from(&name, 0, capability.clone(), source).await;
             let target = rig.publish(&restored, capability).await;
             numbers.push(number_at(&target.join("n")));
-            rig.detach(&restored).await;
-            rig.client.delete_volume(&restored).await.expect("delete");
+            rig.delete(&restored).await;
         }
         let [a, b] = numbers[..] else { unreachable!("two members") };
         assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");

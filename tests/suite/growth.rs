@@ -108,8 +108,7 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                 rig.detach(&volume).await;
                 let device = rig.attach(&volume).await;
                 fsck(fs_type, &device);
-                rig.detach(&volume).await;
-                rig.client.delete_volume(&volume).await.expect("delete");
+                rig.delete(&volume).await;
             }
         }
     }

@@ -102,8 +102,7 @@ async fn what_is_not_ours_is_never_undone(rig: Rig<Xfs>) {
     unpublish_at(&mut rig, &raw, &file).await;
     assert_eq!(std::fs::read(&file).expect("read"), b"kept");
     for volume in volumes.iter().chain([&raw]) {
-        rig.detach(volume).await;
-        rig.client.delete_volume(volume).await.expect("delete");
+        rig.delete(volume).await;
     }
 }
 

@@ -202,8 +202,7 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
             let seen = seen.join("written");
             let copy_of = |path: &Path| if path == device { raw_copy.clone() } else { seen.clone() };
             tally.add(round, took, &violations(&copy_of(data), &copy_of(log), WRITERS, first));
-            rig.detach(&restored).await;
-            rig.client.delete_volume(&restored).await.expect("DeleteVolume");
+            rig.delete(&restored).await;
             rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("DeleteVolumeGroupSnapshot");
         }
         // The next phase uses larger numbers, so what this one left in a log is older than all that follows.

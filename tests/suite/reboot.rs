@@ -40,8 +40,7 @@ async fn every_volume_comes_back_after_a_reboot(rig: Rig<pool>) {
     for (volume, capability, fs_type) in &files {
         let target = rig.publish(volume, capability.clone()).await;
         assert_eq!(std::fs::read(target.join("file")).expect("read"), fs_type.as_bytes());
-        rig.detach(volume).await;
-        rig.client.delete_volume(volume).await.expect("delete");
+        rig.delete(volume).await;
     }
 
     // Or it undoes mounts that no longer exist, and deletes.
@@ -49,8 +48,7 @@ async fn every_volume_comes_back_after_a_reboot(rig: Rig<pool>) {
     rig.kill();
     sweep(rig.dir.path()).expect("sweep");
     rig.start_again().await;
-    rig.detach(&raw).await;
-    rig.client.delete_volume(&raw).await.expect("delete");
+    rig.delete(&raw).await;
 }
 
 /// The command of a driver in its own mount namespace, after a shell has run `prepare` there. The mounts of other tests are

@@ -26,8 +26,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
         content.write(&device, u64::from(round) * 100, 10, round);
         content.discard(&device, u64::from(round) * 150, 3);
         if round == 2 {
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
         }
         if round == 4 {
             assert!(rig.terminate().success());
@@ -51,8 +50,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
     let newest = live(&rig, &base.0);
     hashed(&rig, &[&base.0]).await;
     until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.delete(&volume).await;
     assert!(rig.retained().is_empty(), "deleted snapshots are kept that cannot be a base");
 }
 
@@ -116,8 +114,7 @@ async fn what_is_of_no_use_takes_nobodys_place() {
         taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
     }
     let group = rig.client.create_group("last", &[volume.clone(), other.clone()]).await.expect("group");
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.delete(&volume).await;
     rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
     rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
     let list =
@@ -384,8 +381,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
                 let target = rig.snapshot("target", &volume).await;
                 let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
                 assert_eq!(blocks_of(&list, 16 * BLOCK), after.changed_since(&before, 16 * BLOCK));
-                rig.detach(&volume).await;
-                rig.client.delete_volume(&volume).await.expect("delete");
+                rig.delete(&volume).await;
                 for snapshot in [base, target] {
                     rig.client.delete_snapshot(&snapshot).await.expect("delete");
                 }

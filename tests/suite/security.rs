@@ -61,8 +61,7 @@ async fn a_new_volume_shows_nothing_of_those_before(rig: Rig<pool>) {
         file.read_exact_at(&mut block, 77 * BLOCK).expect("read");
         assert_eq!(block, block_bytes(77, 0xa5), "the first volume's data was not written");
         drop(file);
-        rig.detach(&volume).await;
-        rig.client.delete_volume(&volume).await.expect("delete");
+        rig.delete(&volume).await;
     }
 }
 
@@ -171,10 +170,8 @@ async fn a_loop_device_of_somebody_else_is_left_alone() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", MIB).await;
     assert_ne!(device, other.0.path());
-    rig.kill();
-    rig.start_again().await;
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.crash().await;
+    rig.delete(&volume).await;
     rig.finish();
     assert_eq!(backing(), before);
     content.assert_equals(&other.0.path(), 0, 256);

@@ -121,8 +121,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(rig: Rig<pool
     assert_eq!(code(rig.client.create_snapshot("new", "unknown").await), Code::NotFound);
 
     for id in [&one, &two] {
-        rig.detach(id).await;
-        rig.client.delete_volume(id).await.expect("delete the source");
+        rig.delete(id).await;
     }
     assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
     let get = requests::snapshot(&taken.snapshot_id);

@@ -159,8 +159,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left(rig: Rig<Xfs>) {
     let attached = || deltapath::sys::sweep::devices_below(&dir).expect("devices").len();
     let volume = rig.volume("kept", MIB, block_capability()).await;
     for _ in 0..3 {
-        rig.kill();
-        rig.start_again().await;
+        rig.crash().await;
         assert_eq!(attached(), 1, "the pool was attached a second time");
     }
     assert_eq!(names(&rig.pool_dir().join("volumes")), std::slice::from_ref(&volume));

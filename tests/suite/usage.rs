@@ -139,8 +139,7 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
     assert_eq!(rig.changed(&first, &second).await, content.changed_since(&before, BLOCK));
     rig.detach(&volume).await;
 
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     rig.attach(&volume).await;
     assert_eq!(tuned(&rig), ["2048", "0"]);
     let back = modify(&volume, &[("directIO", "true")]);
@@ -203,8 +202,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
     let list = proto::ListVolumesRequest::default();
     let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
     assert!(list.entries.is_empty(), "an ephemeral volume is listed");
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     let mut clash = publish.clone();
@@ -218,8 +216,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
     // A crash between making and publishing the volume, or during the publish.
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     sys::mount::unmount(&target).expect("unmount");
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     rig.client.node.node_publish_volume(publish.clone()).await.expect("repaired");
     rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
     nothing_is_left(&rig, &publish);
@@ -298,8 +295,7 @@ async fn attachments_bind_volumes_to_their_node() {
     controller.controller_publish_volume(attach(&ids[1], "node-1", false)).await.expect("attach");
     let third = controller.controller_publish_volume(attach(&ids[2], "node-1", false)).await;
     assert_eq!(status_code(third), Code::ResourceExhausted);
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     let mut controller = rig.client.controller.clone();
     let list =
         controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list").into_inner();

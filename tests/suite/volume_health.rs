@@ -178,8 +178,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
         assert_eq!(status_code(controller.controller_list_volume_health(request).await), expected);
     }
     rig.detach(&files).await;
-    rig.detach(&raw).await;
-    rig.client.delete_volume(&raw).await.expect("delete");
+    rig.delete(&raw).await;
     let request = requests::health(raw);
     assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
 }

@@ -152,6 +152,12 @@ impl Rig {
         }
     }
 
+    /// A crash, and the next start.
+    pub async fn crash(&mut self) {
+        self.kill();
+        self.start_again().await;
+    }
+
     /// Starts the driver again; an error where it ends instead of answering.
     pub async fn try_start_again(&mut self) -> Result<(), ExitStatus> {
         let dir = self.dir.path();
@@ -275,6 +281,12 @@ impl Rig {
     pub async fn detach(&mut self, volume_id: &str) {
         let kubelet = self.kubelet();
         self.client.unpublish(volume_id, &kubelet).await.expect("unpublish");
+    }
+
+    /// Unpublishes a volume, and deletes it.
+    pub async fn delete(&mut self, volume_id: &str) {
+        self.detach(volume_id).await;
+        self.client.delete_volume(volume_id).await.expect("DeleteVolume");
     }
 
     pub async fn snapshot(&mut self, name: &str, volume_id: &str) -> String {

@@ -48,8 +48,7 @@ async fn a_driver_that_comes_back_is_tested_on(rig: Rig<Xfs>) {
         let before = rig.log().len();
         let suite = conformance(&rig.socket(), &flags).spawn().expect("spawn");
         eventually(sign, async || rig.log()[before..].contains(sign)).await;
-        rig.kill();
-        rig.start_again().await;
+        rig.crash().await;
         let output = suite.wait_with_output().await.expect("wait");
         let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
         let verdicts = verdicts(&report);

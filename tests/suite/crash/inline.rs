@@ -31,8 +31,7 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails(rig: 
         let published = rig.client.node.node_publish_volume(publish.clone()).await.is_ok();
         orders.withdraw();
         if !published {
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
             orders.give(Cut::Error(nix::libc::EIO), 1, "calls");
             let again = rig.client.node.node_publish_volume(publish).await;
             orders.withdraw();

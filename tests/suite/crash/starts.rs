@@ -185,8 +185,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: Poo
                 }
                 // The socket answers a moment before the last step of the start.
                 Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
-                    rig.kill();
-                    rig.start_again().await;
+                    rig.crash().await;
                 }
                 // If one object cannot be repaired, the start logs it and continues, and the next start tries again.
                 Ok(()) => {
@@ -200,8 +199,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: Poo
                         false => alone && reported.contains("may be frozen"),
                     };
                     assert!(cut != Cut::Kill && said, "{context}: it started\n{reported}");
-                    rig.kill();
-                    rig.start_again().await;
+                    rig.crash().await;
                 }
             }
             scene.use_again(&mut rig).await;
@@ -290,8 +288,7 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(poo
             if cut != Cut::Kill {
                 tally.look(&mut rig, &mut scene, When::Cut, &context).await;
             }
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
             let target = rig.snapshot(&name, &raw).await;
             compared(&rig, &[&target]).await;
             tally.look(&mut rig, &mut scene, When::Done, &context).await;

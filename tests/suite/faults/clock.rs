@@ -83,8 +83,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
     for (number, off) in [0, -10 * YEAR, -100 * YEAR, -YEAR, 10 * YEAR, 0].into_iter().enumerate() {
         clock.off_by(off);
         if number == 3 {
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
         }
         content.write(&device, number as u64 * 50, 20, number as u8 + 1);
         let snapshot = rig.snapshot(&format!("snapshot {number}"), &volume).await;

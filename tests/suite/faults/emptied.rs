@@ -155,8 +155,7 @@ async fn emptied(pool: PoolKind, mib: i64, way: Way, seed: u64) {
     assert!(fill(&device, 0, mib / 4), "{context}: no room after all is deleted");
     let snapshot = rig.snapshot("after", &after).await;
     verify(&rig);
-    rig.detach(&after).await;
-    rig.client.delete_volume(&after).await.expect("delete");
+    rig.delete(&after).await;
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
     assert_eq!(names(&rig.pool_dir()), ["groups", "reserve", "snapshots", "staging", "volumes"]);
     super::pool_full::finish(rig, disk);

@@ -24,8 +24,7 @@ async fn lives(mut rig: Rig) {
     let (files, directory) = rig.published("files", 64 * MIB, capability).await;
     std::fs::write(directory.join("file"), "there").expect("write");
     rig.snapshot("frozen", &files).await;
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     after.assert_equals(&device, 0, 16384);
     rig.detach(&files).await;
     rig.detach(&volume).await;

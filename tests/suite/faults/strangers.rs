@@ -31,11 +31,9 @@ async fn everything_works(rig: &mut Rig) {
         rig.client.node.node_get_volume_stats(request).await.expect("NodeGetVolumeStats");
         rig.client.expand_volume(&volume, 16 * MIB).await.expect("ControllerExpandVolume");
         rig.snapshot("of the files", &files).await;
-        rig.kill();
-        rig.start_again().await;
+        rig.crash().await;
         for volume in [&restored, &files, &volume] {
-            rig.detach(volume).await;
-            rig.client.delete_volume(volume).await.expect("DeleteVolume");
+            rig.delete(volume).await;
         }
         testkit::ok(
             std::process::Command::new(testkit::program("deltapath"))
@@ -78,8 +76,7 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (files, _) = rig.published("files", 128 * MIB, mount_capability("btrfs")).await;
-    rig.detach(&files).await;
-    rig.client.delete_volume(&files).await.expect("DeleteVolume");
+    rig.delete(&files).await;
     rig.finish();
 }
 

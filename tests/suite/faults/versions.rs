@@ -189,8 +189,7 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(rig: Rig<poo
         let now = std::fs::read(&path).expect("read");
         for start in 0..2 {
             if start == 1 {
-                rig.kill();
-                rig.start_again().await;
+                rig.crash().await;
             }
             withheld(rig.client.delta(&base, &target, 0, 0).await);
             if path == dir.allocated() {
