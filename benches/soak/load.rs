@@ -18,25 +18,13 @@ use testkit::{MIB, PoolKind};
 /// backup's to write.
 pub const FIO_BYTES: u64 = 16 * MIB as u64;
 
-/// What the volumes are: raw, or a filesystem.
-const KINDS: [Option<&str>; 16] = [
-    None,
-    Some("ext4"),
-    None,
-    Some("xfs"),
-    None,
-    Some("btrfs"),
-    None,
-    Some("ext4"),
-    None,
-    Some("xfs"),
-    None,
-    Some("btrfs"),
-    None,
-    Some("ext4"),
-    None,
-    Some("xfs"),
-];
+/// The number of volumes.
+const VOLUMES: usize = 16;
+
+/// What a volume is: every second one raw, the others with each filesystem in turn.
+fn kind(number: usize) -> Option<&'static str> {
+    (number % 2 == 1).then(|| ["ext4", "xfs", "btrfs"][number / 2 % 3])
+}
 
 pub struct Volume {
     pub number: usize,
@@ -81,7 +69,8 @@ impl Volume {
 /// Makes and publishes the volumes.
 pub async fn make_volumes(world: &World) -> Result<&'static [Volume], Failed> {
     let mut volumes = Vec::new();
-    for (number, fs_type) in KINDS.into_iter().enumerate() {
+    for number in 0..VOLUMES {
+        let fs_type = kind(number);
         let capability = fs_type.map_or_else(block_capability, mount_capability);
         let bytes = match fs_type {
             None => 48 * MIB,

@@ -149,7 +149,7 @@ async fn a_filesystem_is_backed_up_by_blocks_and_restored_elsewhere_and_in_place
         _ => (256 * MIB, "variable"),
     };
     let mut rig = Rig::start_with(pool, &["--block-metadata-type", style], "info").await;
-    let (kubelet, files) = (rig.kubelet(), mount_capability(fs_type));
+    let files = mount_capability(fs_type);
     let (source, mut target) = rig.published("source", least + ODD, files.clone()).await;
     let mut schedule = Schedule::new(&rig, "daily", fs_type == "xfs");
     let mut kept = Vec::new();

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use cbt::{MapFile, SegmentIndex};
 
-use crate::faults::{compared, live};
+use crate::faults::{compared, live, until};
 use testkit::content::{Content, open_device};
 use testkit::pages::{blocks, quoted, read, rows, section};
 use testkit::{BLOCK, PoolKind, Rig, files_below};

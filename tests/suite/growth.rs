@@ -9,7 +9,7 @@ use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::{GIB, MIB, Rig, code, fsck, new_volume_from, requests, status_code};
+use testkit::{GIB, MIB, code, fsck, new_volume_from, requests, status_code};
 
 /// Writes some files, and checks them.
 fn write_files(dir: &Path) {

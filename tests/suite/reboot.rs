@@ -8,7 +8,7 @@ use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::{devices_below, sweep};
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, swept_dir, wait};
+use testkit::{MIB, PoolKind, driver_command, leftovers, swept_dir, wait};
 
 /// Seen in other drivers: after a reboot the loop devices are gone and publish fails. The test removes all devices and
 /// mounts, including the pool's, and keeps the records.

@@ -11,7 +11,7 @@ use tonic::Request;
 use crate::faults::{is_hashed, live, until};
 use testkit::content::blocks_of;
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{BLOCK, MIB, Rig};
+use testkit::{BLOCK, MIB};
 
 /// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
 /// Neither map existed any more.

@@ -6,7 +6,7 @@ use csi_client::mount_capability;
 use proto::NodePublishVolumeRequest;
 
 use testkit::orders::{Cut, Orders};
-use testkit::{Rig, names, requests};
+use testkit::{names, requests};
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume, the retry failed with a final code,
 /// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and

@@ -2,7 +2,7 @@
 
 use crate::faults::{hashed, live, until};
 use testkit::orders::Orders;
-use testkit::{BLOCK, MIB, Rig};
+use testkit::{BLOCK, MIB};
 
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
 #[apply(device_test)]

@@ -7,7 +7,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
 use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::loopdev::{Access, LoopDevice};
@@ -18,6 +18,7 @@ use fuser::{
 };
 
 use super::{DeadDevices, Disk};
+use testkit::disk::attributes;
 use testkit::{MIB, PoolKind, Rig, requests, swept_dir, temp_dir};
 
 /// Makes every call that looks for a loop device, and restarts the driver.
@@ -121,24 +122,9 @@ struct Quiet(Arc<(Mutex<bool>, Condvar)>);
 
 impl Quiet {
     fn attributes(inode: INodeNo) -> FileAttr {
-        let is_root = inode == INodeNo::ROOT;
-        let size = if is_root { 0 } else { 1 << 20 };
-        FileAttr {
-            ino: inode,
-            size,
-            blocks: size / 512,
-            atime: UNIX_EPOCH,
-            mtime: UNIX_EPOCH,
-            ctime: UNIX_EPOCH,
-            crtime: UNIX_EPOCH,
-            kind: if is_root { FileType::Directory } else { FileType::RegularFile },
-            perm: 0o700,
-            nlink: 1,
-            uid: 0,
-            gid: 0,
-            rdev: 0,
-            blksize: 4096,
-            flags: 0,
+        match inode {
+            INodeNo::ROOT => attributes(inode, FileType::Directory, 0),
+            _ => attributes(inode, FileType::RegularFile, 1 << 20),
         }
     }
 

@@ -13,7 +13,7 @@ use tonic::Code;
 use super::{Trouble, hashed, health, listed, live, tells, without_skip};
 use crate::startup::refused;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, new_volume_from, state_path};
+use testkit::{BLOCK, MIB, PoolKind, code, driver_command, names, new_volume_from, state_path};
 
 /// Replaces a record by one of a later version. Returns the old content.
 fn later(path: &Path) -> Vec<u8> {

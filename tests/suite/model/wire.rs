@@ -132,15 +132,17 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
         Call::CreateVolume(new) => create_volume(client, names, new).await,
         Call::Ask(question) => ask(client, *question).await,
         Call::ListVolumes(pages) => {
-            let list = all(*pages, async |starting_token| {
+            let mut list = List::of(*pages);
+            while let Some(starting_token) = list.next.take() {
                 let request = proto::ListVolumesRequest { max_entries: pages.most, starting_token };
                 let page = client.controller.list_volumes(request).await?.into_inner();
-                Ok((page.entries, page.next_token))
-            });
-            list.await.map(Reply::Volumes)
+                list.add(page.entries, page.next_token);
+            }
+            Ok(Reply::Volumes(list.pages))
         }
         Call::ListSnapshots { pages, of, only } => {
-            let list = all(*pages, async |starting_token| {
+            let mut list = List::of(*pages);
+            while let Some(starting_token) = list.next.take() {
                 let request = proto::ListSnapshotsRequest {
                     max_entries: pages.most,
                     starting_token,
@@ -150,9 +152,9 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
                 };
                 let page = client.controller.list_snapshots(request).await?.into_inner();
                 let snapshots = page.entries.into_iter().filter_map(|entry| entry.snapshot);
-                Ok((snapshots.collect(), page.next_token))
-            });
-            list.await.map(Reply::Snapshots)
+                list.add(snapshots.collect(), page.next_token);
+            }
+            Ok(Reply::Snapshots(list.pages))
         }
         Call::DeleteVolume(volume) => nothing(client.delete_volume(&names.volume(volume)).await),
         Call::ControllerPublish { volume, node, asked, read_only } => {
@@ -179,7 +181,8 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             Ok(Reply::Status(client.controller.controller_get_volume(request).await?.into_inner()))
         }
         Call::ListHealth(pages) => {
-            let list = all(*pages, async |starting_token| {
+            let mut list = List::of(*pages);
+            while let Some(starting_token) = list.next.take() {
                 let max_entries = pages.most;
                 let request = proto::ControllerListVolumeHealthRequest {
                     max_entries,
@@ -187,9 +190,9 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
                     ..Default::default()
                 };
                 let page = client.controller.controller_list_volume_health(request).await?.into_inner();
-                Ok((page.entries, page.next_token))
-            });
-            Ok(Reply::Unwell(list.await?.concat()))
+                list.add(page.entries, page.next_token);
+            }
+            Ok(Reply::Unwell(list.pages.concat()))
         }
         Call::GetHealth(volume) => {
             let request = requests::health(names.volume(volume));
@@ -334,21 +337,22 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
 /// More pages than a life has objects, so that a list with circular tokens ends.
 const MAX_PAGES: usize = 64;
 
-/// The pages of a list, each with the token of the next.
-async fn all<P>(
-    pages: Pages,
-    mut page: impl AsyncFnMut(String) -> Result<(P, String), Status>,
-) -> Result<Vec<P>, Status> {
-    let (mut list, mut token) = (Vec::new(), if pages.bad_token { "zz".into() } else { String::new() });
-    while list.len() < MAX_PAGES {
-        let (entries, next) = page(token).await?;
-        list.push(entries);
-        if next.is_empty() {
-            break;
-        }
-        token = next;
+/// The pages of a list so far, and the token of the next.
+struct List<P> {
+    pages: Vec<P>,
+    next: Option<String>,
+}
+
+impl<P> List<P> {
+    fn of(asked: Pages) -> Self {
+        let next = if asked.bad_token { "zz".to_owned() } else { String::new() };
+        List { pages: Vec::new(), next: Some(next) }
     }
-    Ok(list)
+
+    fn add(&mut self, page: P, next: String) {
+        self.pages.push(page);
+        self.next = Some(next).filter(|next| !next.is_empty() && self.pages.len() < MAX_PAGES);
+    }
 }
 
 fn text<T: std::fmt::Debug>(answer: Result<Response<T>, Status>) -> Made {
