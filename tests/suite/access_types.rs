@@ -27,7 +27,7 @@ async fn confirmed(rig: &mut Rig, volume: &str, capability: VolumeCapability) ->
 }
 
 async fn usage(rig: &Rig, volume: &str, target: &Path) -> Vec<proto::VolumeUsage> {
-    let request = requests::stats(volume, &target);
+    let request = requests::stats(volume, target);
     rig.client.node.clone().node_get_volume_stats(request).await.expect("stats").into_inner().usage
 }
 
@@ -38,7 +38,7 @@ async fn stage(rig: &Rig, volume: &str, path: &Path, capability: VolumeCapabilit
 }
 
 async fn unstage(rig: &Rig, volume: &str, path: &Path) {
-    rig.client.node.clone().node_unstage_volume(requests::unstage(volume, &path)).await.expect("unstage");
+    rig.client.node.clone().node_unstage_volume(requests::unstage(volume, path)).await.expect("unstage");
 }
 
 #[apply(every_pool)]

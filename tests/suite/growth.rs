@@ -92,7 +92,7 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                         }
                     }
                     if is_used {
-                        let request = requests::node_expand(&volume, &kubelet.join(&volume).join("target"));
+                        let request = requests::node_expand(&volume, kubelet.join(&volume).join("target"));
                         let answer = rig.client.node.node_expand_volume(request).await;
                         match fs_type == "ext4" && !may_grow_ext4 {
                             true => assert_eq!(status_code(answer), Code::FailedPrecondition),

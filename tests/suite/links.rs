@@ -43,10 +43,10 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call(rig: Rig<Dir>) {
             let stage = stage_of(&volume, link, capability.clone());
             let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
             names(refused, "staging_target_path", link);
-            let unpublish = requests::unpublish(&volume, &link);
+            let unpublish = requests::unpublish(&volume, link);
             let refused = rig.client.node.node_unpublish_volume(unpublish).await.expect_err("unpublish");
             names(refused, "target_path", link);
-            let unstage = requests::unstage(&volume, &link);
+            let unstage = requests::unstage(&volume, link);
             let refused = rig.client.node.node_unstage_volume(unstage).await.expect_err("unstage");
             names(refused, "staging_target_path", link);
         }
@@ -73,7 +73,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let target = parent.join("target");
     let is_over = AtomicBool::new(false);
     let mut client = rig.client.node.clone();
-    let unpublish = requests::unpublish(&volume, &kubelet.join(&volume).join("target"));
+    let unpublish = requests::unpublish(&volume, kubelet.join(&volume).join("target"));
     client.node_unpublish_volume(unpublish).await.expect("unpublish");
     let request = publish_at(&rig, &volume, &target, capability, false);
     let aside = pod.join("aside");

@@ -31,7 +31,7 @@ pub fn publish_at(
 }
 
 pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
-    rig.client.node.node_unpublish_volume(requests::unpublish(volume, &target)).await.expect("unpublish");
+    rig.client.node.node_unpublish_volume(requests::unpublish(volume, target)).await.expect("unpublish");
 }
 
 /// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The

@@ -14,7 +14,7 @@ use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig, requests, set_state, status_code};
 
 async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>, tonic::Status> {
-    let request = requests::stats(volume, &path);
+    let request = requests::stats(volume, path);
     Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
 }
 
