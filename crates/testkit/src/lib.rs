@@ -129,7 +129,7 @@ pub fn swept_dir() -> (TempDir, Swept) {
 
 /// All that a program has said.
 pub fn said(output: &std::process::Output) -> String {
-    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 /// What `deltapath verify` finds in a data directory.
