@@ -124,7 +124,7 @@ async fn full_pool(world: &World, volumes: &[Volume], time: u32) -> Result<(), F
             }
             Err(other) => return Err(other),
         }
-        delete_snapshot(world, &old).await
+        delete_snapshot(world, old).await
     };
     let answers = answers.await;
     blocking(|| ballast.remove());
