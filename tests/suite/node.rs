@@ -5,6 +5,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
 use csi_client::{block_capability, from_snapshot, mount_capability};
+use deltapath::sys::blockdev;
 use deltapath::sys::sweep::devices_below;
 use proto::VolumeCapability;
 use proto::volume_capability::access_mode::Mode;
@@ -189,6 +190,15 @@ async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
     unpublish_at(&mut rig, &volume, &target).await;
     assert_eq!(std::fs::read(&target).expect("read"), b"a stranger's");
     assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
+}
+
+#[apply(device_test)]
+async fn a_device_has_the_size_of_its_volume_to_the_byte(rig: Rig<Xfs>) {
+    for (number, bytes) in [4096, 3 << 19, (1 << 40) + 4096].into_iter().enumerate() {
+        let (volume, device) = rig.block_volume(&format!("volume {number}"), bytes).await;
+        assert_eq!(blockdev::size(&device).expect("size"), bytes as u64);
+        rig.detach(&volume).await;
+    }
 }
 
 /// A restored volume is published read-only at many targets, as backup tools do it.
