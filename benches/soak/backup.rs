@@ -8,17 +8,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use csi_client::{
-    BlockList, Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume,
-};
+use csi_client::{BlockList, Client, block_capability, from_snapshot, from_volume, mount_capability};
 use deltapath::sys;
 use fastrand::Rng;
 use files::punch_hole;
-use proto::{NodeExpandVolumeRequest, VolumeContentSource};
 
-use crate::load::{FIO_BYTES, Volume, publish, unpublish};
+use crate::load::{FIO_BYTES, Volume, create, publish, unpublish};
 use crate::{Failed, World, add, blocking};
-use testkit::{MIB, PoolKind};
+use testkit::{MIB, PoolKind, new_volume_from, requests};
 
 /// Bytes compared and copied at once.
 const CHUNK: u64 = 1 << 20;
@@ -84,11 +81,7 @@ impl Backup {
                 true => Some(volume.writers.write().await),
                 false => None,
             };
-            let create = |mut client: Client| {
-                let name = name.clone();
-                async move { client.create_snapshot(&name, &volume.id).await.map_err(|error| error.status) }
-            };
-            world.link.call("CreateSnapshot", create).await?
+            snapshot(world, &volume.id, &name).await?
         };
         add(&world.counts.snapshots, 1);
         let (id, size) = (snapshot.snapshot_id, snapshot.size_bytes as u64);
@@ -173,13 +166,11 @@ impl Backup {
     }
 
     async fn list(&self, what: &str, base: Option<String>, target: &str) -> Result<BlockList, Failed> {
-        let list = |mut client: Client| {
-            let base = base.clone();
-            async move {
-                match base {
-                    None => client.allocated(target, 0, 0).await.map_err(|error| error.status),
-                    Some(base) => client.delta(&base, target, 0, 0).await.map_err(|error| error.status),
-                }
+        let base = base.as_deref();
+        let list = |mut client: Client| async move {
+            match base {
+                None => client.allocated(target, 0, 0).await,
+                Some(base) => client.delta(base, target, 0, 0).await,
             }
         };
         self.world.link.call(what, list).await
@@ -234,26 +225,11 @@ impl Backup {
     ) -> Result<(String, PathBuf), Failed> {
         let capability = fs_type.map_or_else(block_capability, mount_capability);
         let name = format!("{name} restored {fs_type:?}");
-        let restored = self.make(&name, size, capability.clone(), from_snapshot(id)).await?;
+        let request = new_volume_from(&name, size as i64, capability.clone(), from_snapshot(id));
+        let restored = create(self.world, &request).await?;
         add(&self.world.counts.restores, 1);
         let target = publish(self.world, &restored, capability, true).await?;
         Ok((restored, target))
-    }
-
-    async fn make(
-        &self,
-        name: &str,
-        size: u64,
-        capability: proto::VolumeCapability,
-        source: VolumeContentSource,
-    ) -> Result<String, Failed> {
-        let mut request = new_volume(name, size as i64, capability);
-        request.volume_content_source = Some(source);
-        let create = |mut client: Client| {
-            let request = request.clone();
-            async move { client.create_volume(request).await.map_err(|error| error.status) }
-        };
-        Ok(self.world.link.call("CreateVolume from a source", create).await?.volume_id)
     }
 
     async fn drop_volume(&self, id: &str) -> Result<(), Failed> {
@@ -286,8 +262,9 @@ impl Backup {
             false => None,
         };
         let (volume, size) = (self.volume, self.volume.capacity());
-        let clone =
-            self.make(&format!("{name} clone"), size, volume.capability(), from_volume(&volume.id)).await?;
+        let (name, source) = (format!("{name} clone"), from_volume(&volume.id));
+        let request = new_volume_from(&name, size as i64, volume.capability(), source);
+        let clone = create(self.world, &request).await?;
         add(&self.world.counts.clones, 1);
         delete_volume(self.world, &clone).await
     }
@@ -295,9 +272,8 @@ impl Backup {
     async fn expand(&mut self) -> Result<(), Failed> {
         let (world, volume) = (self.world, self.volume);
         let wanted = volume.capacity() + GROWTH;
-        let expand = |mut client: Client| async move {
-            client.expand_volume(&volume.id, wanted as i64).await.map_err(|error| error.status)
-        };
+        let expand =
+            |mut client: Client| async move { client.expand_volume(&volume.id, wanted as i64).await };
         let expanded = world.link.call("ControllerExpandVolume", expand).await?;
         if expanded.node_expansion_required && volume.fs_type == Some("ext4") && !can_grow_mounted_ext4() {
             let _alone = volume.writers.write().await;
@@ -305,15 +281,12 @@ impl Backup {
         } else if expanded.node_expansion_required {
             // Its place must stay while the node expands it.
             let _there = volume.writers.read().await;
-            let request = NodeExpandVolumeRequest {
-                volume_id: volume.id.clone(),
-                volume_path: volume.target().display().to_string(),
-                volume_capability: Some(volume.capability()),
-                ..Default::default()
-            };
-            let grow = |mut client: Client| {
-                let request = request.clone();
-                async move { client.node.node_expand_volume(request).await }
+            let mut request = requests::node_expand(&volume.id, volume.target());
+            request.volume_capability = Some(volume.capability());
+            let request = &request;
+            let grow = |mut client: Client| async move {
+                let grown = client.node.node_expand_volume(request.clone()).await;
+                grown.map_err(|status| csi_client::Error { call: "NodeExpandVolume", status })
             };
             world.link.call("NodeExpandVolume", grow).await?;
         }
@@ -354,39 +327,33 @@ pub async fn groups(world: &'static World, volumes: &'static [Volume]) {
 }
 
 async fn group(world: &World, name: &str, ids: &[String]) -> Result<(), Failed> {
-    let create = |mut client: Client| async move {
-        client.create_group(name, ids).await.map_err(|error| error.status)
-    };
+    let create = |mut client: Client| async move { client.create_group(name, ids).await };
     let group = world.link.call("CreateVolumeGroupSnapshot", create).await?;
     add(&world.counts.groups, 1);
-    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+    let members = &testkit::members(&group);
     if members.len() != ids.len() {
         return Err(format!("{} members of {} volumes", members.len(), ids.len()));
     }
-    for member in &members {
-        let allocated = |mut client: Client| async move {
-            client.allocated(member, 0, 0).await.map_err(|error| error.status)
-        };
+    for member in members {
+        let allocated = |mut client: Client| async move { client.allocated(member, 0, 0).await };
         world.link.call("GetMetadataAllocated of a member", allocated).await?;
     }
     let id = &group.group_snapshot_id;
-    let delete = |mut client: Client| {
-        let members = members.clone();
-        async move { client.delete_group(id, &members).await.map_err(|error| error.status) }
-    };
+    let delete = |mut client: Client| async move { client.delete_group(id, members).await };
     world.link.call("DeleteVolumeGroupSnapshot", delete).await
 }
 
+pub async fn snapshot(world: &World, volume: &str, name: &str) -> Result<proto::Snapshot, Failed> {
+    let create = |mut client: Client| async move { client.create_snapshot(name, volume).await };
+    world.link.call("CreateSnapshot", create).await
+}
+
 pub async fn delete_snapshot(world: &World, id: &str) -> Result<(), Failed> {
-    let delete =
-        |mut client: Client| async move { client.delete_snapshot(id).await.map_err(|error| error.status) };
-    world.link.call("DeleteSnapshot", delete).await
+    world.link.call("DeleteSnapshot", |mut client| async move { client.delete_snapshot(id).await }).await
 }
 
 pub async fn delete_volume(world: &World, id: &str) -> Result<(), Failed> {
-    let delete =
-        |mut client: Client| async move { client.delete_volume(id).await.map_err(|error| error.status) };
-    world.link.call("DeleteVolume", delete).await
+    world.link.call("DeleteVolume", |mut client| async move { client.delete_volume(id).await }).await
 }
 
 fn copy(from: &File, to: &File, offset: u64, length: u64) -> io::Result<()> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use csi_client::Client;
 use tokio::sync::watch;
-use tonic::{Code, Status};
+use tonic::Code;
 
 use crate::Failed;
 
@@ -40,7 +40,7 @@ impl Link {
     /// Every other error is one.
     pub async fn call<T, F>(&self, what: &str, make: impl Fn(Client) -> F) -> Result<T, Failed>
     where
-        F: Future<Output = Result<T, Status>>,
+        F: Future<Output = csi_client::Result<T>>,
     {
         let mut watch = self.generation.subscribe();
         let mut since = Instant::now();
@@ -56,10 +56,10 @@ impl Link {
             match answer {
                 Ok(answer) => return Ok(answer),
                 Err(_) if went => since = Instant::now(),
-                Err(status) if status.code() == Code::Aborted && since.elapsed() < PATIENCE => {
+                Err(error) if error.code() == Code::Aborted && since.elapsed() < PATIENCE => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
-                Err(status) => return Err(format!("{what}: {:?}: {}", status.code(), status.message())),
+                Err(error) => return Err(format!("{what}: {:?}: {}", error.code(), error.status.message())),
             }
         }
     }

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{Client, block_capability, mount_capability, new_volume};
 use proto::VolumeCapability;
 use tokio::sync::RwLock;
 
@@ -18,25 +18,13 @@ use testkit::{MIB, PoolKind};
 /// backup's to write.
 pub const FIO_BYTES: u64 = 16 * MIB as u64;
 
-/// What the volumes are: raw, or a filesystem.
-const KINDS: [Option<&str>; 16] = [
-    None,
-    Some("ext4"),
-    None,
-    Some("xfs"),
-    None,
-    Some("btrfs"),
-    None,
-    Some("ext4"),
-    None,
-    Some("xfs"),
-    None,
-    Some("btrfs"),
-    None,
-    Some("ext4"),
-    None,
-    Some("xfs"),
-];
+/// The number of volumes.
+const VOLUMES: usize = 16;
+
+/// What a volume is: every second one raw, the others with each filesystem in turn.
+fn kind(number: usize) -> Option<&'static str> {
+    (number % 2 == 1).then(|| ["ext4", "xfs", "btrfs"][number / 2 % 3])
+}
 
 pub struct Volume {
     pub number: usize,
@@ -81,7 +69,8 @@ impl Volume {
 /// Makes and publishes the volumes.
 pub async fn make_volumes(world: &World) -> Result<&'static [Volume], Failed> {
     let mut volumes = Vec::new();
-    for (number, fs_type) in KINDS.into_iter().enumerate() {
+    for number in 0..VOLUMES {
+        let fs_type = kind(number);
         let capability = fs_type.map_or_else(block_capability, mount_capability);
         let bytes = match fs_type {
             None => 48 * MIB,
@@ -90,11 +79,7 @@ pub async fn make_volumes(world: &World) -> Result<&'static [Volume], Failed> {
             Some(_) => 320 * MIB,
         };
         let request = new_volume(&format!("soak {number}"), bytes, capability.clone());
-        let create = |mut client: csi_client::Client| {
-            let request = request.clone();
-            async move { client.create_volume(request).await.map_err(|error| error.status) }
-        };
-        let id = world.link.call("CreateVolume", create).await?.volume_id;
+        let id = create(world, &request).await?;
         let target = publish(world, &id, capability, false).await?;
         volumes.push(Volume {
             number,
@@ -114,20 +99,20 @@ pub async fn publish(
     capability: VolumeCapability,
     read_only: bool,
 ) -> Result<PathBuf, Failed> {
-    let publish = |mut client: csi_client::Client| {
-        let capability = capability.clone();
-        async move {
-            client.publish(id, capability, read_only, &world.kubelet).await.map_err(|error| error.status)
-        }
+    let capability = &capability;
+    let publish = |mut client: Client| async move {
+        client.publish(id, capability.clone(), read_only, &world.kubelet).await
     };
     world.link.call("publish", publish).await
 }
 
+pub async fn create(world: &World, request: &proto::CreateVolumeRequest) -> Result<String, Failed> {
+    let create = |mut client: Client| async move { client.create_volume(request.clone()).await };
+    Ok(world.link.call("CreateVolume", create).await?.volume_id)
+}
+
 pub async fn unpublish(world: &World, id: &str) -> Result<(), Failed> {
-    let unpublish = |mut client: csi_client::Client| async move {
-        client.unpublish(id, &world.kubelet).await.map_err(|error| error.status)
-    };
-    world.link.call("unpublish", unpublish).await
+    world.link.call("unpublish", |mut client| async move { client.unpublish(id, &world.kubelet).await }).await
 }
 
 /// Keeps a volume written, pass after pass.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use csi_client::{Client, block_capability, new_volume};
 use tonic::Code;
 
-use crate::backup::delete_snapshot;
-use crate::load::{Volume, publish, unpublish};
+use crate::backup::{delete_snapshot, snapshot};
+use crate::load::{Volume, create, publish, unpublish};
 use crate::{Failed, World, add, blocking};
 use testkit::PoolKind;
 use testkit::order::{WRITER_BYTES, Writers, image, violations};
@@ -29,11 +29,7 @@ pub async fn order(world: &'static World) {
 
 async fn keep_order(world: &'static World) -> Result<(), Failed> {
     let request = new_volume("soak order", (WRITERS * WRITER_BYTES) as i64, block_capability());
-    let create = |mut client: Client| {
-        let request = request.clone();
-        async move { client.create_volume(request).await.map_err(|error| error.status) }
-    };
-    let volume = world.link.call("CreateVolume", create).await?.volume_id;
+    let volume = create(world, &request).await?;
     let device = publish(world, &volume, block_capability(), false).await?;
     let (mut first, mut number) = (1, 0);
     while !world.is_over() {
@@ -49,7 +45,7 @@ async fn keep_order(world: &'static World) -> Result<(), Failed> {
             number += 1;
             let id = match snapshot(world, &volume, &format!("soak order {number}")).await {
                 Err(still) if world.pool == PoolKind::Dir && is(&still, Code::FailedPrecondition) => continue,
-                made => made?,
+                made => made?.snapshot_id,
             };
             let path = image(&world.pool_dir, "snapshots", &id);
             let found = blocking(|| violations(&path, &path, count, first));
@@ -108,28 +104,27 @@ async fn full_pool(world: &World, volumes: &[Volume], time: u32) -> Result<(), F
     for volume in &filesystems {
         unpublish(world, &volume.id).await?;
     }
-    let old = snapshot(world, &raw[0].id, &format!("soak before {time}")).await?;
+    let old = snapshot(world, &raw[0].id, &format!("soak before {time}")).await?.snapshot_id;
     let ballast = blocking(|| Ballast::fill(&world.pool_dir));
     add(&world.counts.full, 1);
     let answers = async {
         for volume in &raw {
             volume.publish_again(world).await?;
         }
-        let seen = world.link.call("GetMetadataAllocated", |mut client: Client| {
-            let old = &old;
-            async move { client.allocated(old, 0, 0).await.map_err(|error| error.status) }
-        });
-        if seen.await?.tuples().next().is_none() {
+        let old = &old;
+        let allocated = |mut client: Client| async move { client.allocated(old, 0, 0).await };
+        let seen = world.link.call("GetMetadataAllocated", allocated).await?;
+        if seen.tuples().next().is_none() {
             return Err("a volume under fio has no blocks".to_owned());
         }
         match snapshot(world, &raw[1].id, &format!("soak full {time}")).await {
-            Ok(id) => delete_snapshot(world, &id).await?,
+            Ok(taken) => delete_snapshot(world, &taken.snapshot_id).await?,
             Err(refused) if is(&refused, Code::ResourceExhausted) => {
                 add(&world.counts.refused, 1);
             }
             Err(other) => return Err(other),
         }
-        delete_snapshot(world, &old).await
+        delete_snapshot(world, old).await
     };
     let answers = answers.await;
     blocking(|| ballast.remove());
@@ -139,13 +134,6 @@ async fn full_pool(world: &World, volumes: &[Volume], time: u32) -> Result<(), F
         *volume.target.lock().expect("target") = target;
     }
     Ok(())
-}
-
-async fn snapshot(world: &World, volume: &str, name: &str) -> Result<String, Failed> {
-    let create = |mut client: Client| async move {
-        client.create_snapshot(name, volume).await.map_err(|error| error.status)
-    };
-    Ok(world.link.call("CreateSnapshot", create).await?.snapshot_id)
 }
 
 fn is(failed: &Failed, code: Code) -> bool {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use base::ByteRange;
-use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{block_capability, from_snapshot, from_volume};
 use deltapath::sys::extents::Extents;
 use files::DataRanges;
 use proto::VolumeContentSource;
@@ -15,7 +15,7 @@ use crate::host;
 use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, new_volume_from};
 
 pub const GIB: u64 = 1 << 30;
 /// The number of pieces that 1 GiB of data is in, spread evenly.
@@ -169,20 +169,18 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         // Twins, for a volume has one first copy. Deleted afterwards, like the copy.
         let (twin, twin_device) = rig.block_volume(&format!("twin {number}"), size as i64).await;
         fill(&twin_device, size, PIECE, &mut random);
-        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &twin), Some(&twin_device));
+        let bare = host::bare_copy(&rig, pool, &rig.volume_dir(&twin), Some(&twin_device));
         let (volume, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
         fill(&device, size, PIECE, &mut random);
         let started = Instant::now();
         let snapshot = rig.snapshot(&format!("first {number}"), &volume).await;
         first.push((started.elapsed(), bare.took));
         drop(bare);
-        rig.detach(&twin).await;
-        rig.client.delete_volume(&twin).await.expect("delete");
+        rig.delete(&twin).await;
         host::hashed(&rig, &snapshot).await;
         if number + 1 < ROUNDS {
             rig.client.delete_snapshot(&snapshot).await.expect("delete");
-            rig.detach(&volume).await;
-            rig.client.delete_volume(&volume).await.expect("delete");
+            rig.delete(&volume).await;
         } else {
             last = Some((volume, device, snapshot));
         }
@@ -191,7 +189,7 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     for round in 0..ROUNDS {
         // Half of the change before the bare copy, so that both have something to flush.
         let mut changed = change(&device, size, PIECE, &mut random);
-        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device)).took;
+        let bare = host::bare_copy(&rig, pool, &rig.volume_dir(&volume), Some(&device)).took;
         changed.extend(change(&device, size, PIECE, &mut random));
         let started = Instant::now();
         let target = rig.snapshot(&format!("next {round}"), &volume).await;
@@ -219,9 +217,9 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         drop(forgotten);
         base = target;
     }
-    let of_snapshot = host::snapshot_dir(&rig, &base);
+    let of_snapshot = rig.snapshot_dir(&base);
     let restore = make(&mut rig, pool, "restore", size, from_snapshot(&base), &of_snapshot, None).await;
-    let of_volume = host::volume_dir(&rig, &volume);
+    let of_volume = rig.volume_dir(&volume);
     let clone = make(&mut rig, pool, "clone", size, from_volume(&volume), &of_volume, Some(&device)).await;
     let (mut snapshots, mut copies) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
@@ -262,7 +260,7 @@ async fn stream_allocated(rig: &mut Rig, id: &str) -> Duration {
 }
 
 fn seek(rig: &Rig, id: &str, size: u64) -> Duration {
-    let path = host::snapshot_dir(rig, id).data();
+    let path = rig.snapshot_dir(id).data();
     let started = Instant::now();
     let file = File::open(&path).expect("open");
     let found = DataRanges::of(&file, &path, ByteRange { start: 0, end: size }).count();
@@ -274,7 +272,7 @@ fn seek(rig: &Rig, id: &str, size: u64) -> Duration {
 fn walk(rig: &Rig, snapshots: &[&str]) -> Duration {
     let started = Instant::now();
     for id in snapshots {
-        let path = host::snapshot_dir(rig, id).data();
+        let path = rig.snapshot_dir(id).data();
         let file = File::open(&path).expect("open");
         let extents = Extents::of(&file, &path).expect("extents").count();
         assert!(extents >= PIECES as usize, "{extents} extents");
@@ -284,7 +282,7 @@ fn walk(rig: &Rig, snapshots: &[&str]) -> Duration {
 
 fn read(rig: &Rig, snapshots: &[&str], offsets: &[u64]) -> Duration {
     let files: Vec<File> =
-        snapshots.iter().map(|id| File::open(host::snapshot_dir(rig, id).data()).expect("open")).collect();
+        snapshots.iter().map(|id| File::open(rig.snapshot_dir(id).data()).expect("open")).collect();
     let mut block = vec![0; 4096];
     let started = Instant::now();
     for offset in offsets {
@@ -311,8 +309,8 @@ async fn make(
             host::drop_caches();
         }
         let bare = host::bare_copy(rig, pool, dir, device);
-        let mut request = new_volume(&format!("{name} {round}"), size as i64, block_capability());
-        request.volume_content_source = Some(source.clone());
+        let request =
+            new_volume_from(&format!("{name} {round}"), size as i64, block_capability(), source.clone());
         if is_cold {
             host::drop_caches();
         }

@@ -80,8 +80,7 @@ pub async fn run(table: &mut Table) {
             }
             dense.get_or_insert(at_once);
         }
-        rig.detach(&volume.id).await;
-        rig.client.delete_volume(&volume.id).await.expect("DeleteVolume");
+        rig.delete(&volume.id).await;
         let dense = dense.expect("1 %");
         let volume = Volume::make(&mut rig, "sparse", SPARSE).await;
         let mut base = volume.first_snapshot(&mut rig).await;
@@ -155,7 +154,7 @@ impl Volume {
             host::hashed(rig, &target).await;
             // As cold: the caches go, and the filesystem's own copy of the volume is made and read at once.
             host::drop_caches();
-            let copy = host::bare_copy(rig, pool, &host::volume_dir(rig, &self.id), Some(&self.device));
+            let copy = host::bare_copy(rig, pool, &rig.volume_dir(&self.id), Some(&self.device));
             at_once.add(whole, first, read(&[copy.data()], &offsets));
             drop(copy);
             let forgotten = [host::forget_hashes(rig, base), host::forget_hashes(rig, &target)];
@@ -163,7 +162,7 @@ impl Volume {
             host::drop_caches();
             let Streamed { first, whole, .. } = delta(&mut rig.client, base, &target, offsets.len()).await;
             host::drop_caches();
-            let data = [&*base, &target].map(|id| host::snapshot_dir(rig, id).data());
+            let data = [&*base, &target].map(|id| rig.snapshot_dir(id).data());
             unhashed.add(whole, first, read(&data, &offsets));
             drop(forgotten);
             *base = target;

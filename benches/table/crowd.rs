@@ -54,7 +54,7 @@ pub async fn run(table: &mut Table) {
             }
             at_once.push(started.elapsed());
         }
-        let memory = host::status_kib(rig.pid(), "VmHWM:") >> 10;
+        let memory = testkit::process_status(rig.pid(), "VmHWM:") >> 10;
         let share = ratio(median(&at_once), median(&one_by_one));
         table.add(Row {
             id: "p",

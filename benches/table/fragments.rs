@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use csi_client::{block_capability, from_snapshot, new_volume};
+use csi_client::{block_capability, from_snapshot};
 use deltapath::sys::blockdev;
 use deltapath::sys::btrfs::{self, WrittenSince};
 use deltapath::sys::extents::Extents;
@@ -15,7 +15,7 @@ use crate::host;
 use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, new_volume_from};
 
 const SIZE: u64 = 4 << 30;
 const WRITES: usize = 200_000;
@@ -28,7 +28,7 @@ pub async fn run(table: &mut Table) {
     let (bare, bare_device) = rig.block_volume("bare", SIZE as i64).await;
     let mut random = Rng::with_seed(9);
     for device in [&device, &bare_device] {
-        fill(device, &mut random);
+        host::fill(device, SIZE, &mut random);
     }
     let mut base = rig.snapshot("base", &ours).await;
     let mut since = bare_snapshot(&rig, &bare, &bare_device, None).1;
@@ -48,17 +48,21 @@ pub async fn run(table: &mut Table) {
         let started = Instant::now();
         let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
         deltas.push((started.elapsed(), list.bytes() / 4096));
-        let copy = host::bare_copy(&rig, PoolKind::Btrfs, &host::snapshot_dir(&rig, &target), None);
+        let copy = host::bare_copy(&rig, PoolKind::Btrfs, &rig.snapshot_dir(&target), None);
         bare_restores.push(copy.took);
         copies.push(copy);
-        let mut request = new_volume(&format!("restore {round}"), SIZE as i64, block_capability());
-        request.volume_content_source = Some(from_snapshot(&target));
+        let request = new_volume_from(
+            &format!("restore {round}"),
+            SIZE as i64,
+            block_capability(),
+            from_snapshot(&target),
+        );
         let started = Instant::now();
         rig.client.create_volume(request).await.expect("CreateVolume");
         restores.push(started.elapsed());
         base = target;
     }
-    let path = host::snapshot_dir(&rig, &base).data();
+    let path = rig.snapshot_dir(&base).data();
     let extents = Extents::of(&File::open(&path).expect("open"), &path).expect("extents").count();
     let (took, bare_took) = (median(&snapshots), median(&bares));
     table.add(Row {
@@ -98,23 +102,13 @@ pub async fn run(table: &mut Table) {
     rig.detach_and_finish(&bare).await;
 }
 
-fn fill(device: &Path, random: &mut Rng) {
-    let file = File::options().write(true).open(device).expect("open the device");
-    let mut piece = vec![0; 1 << 20];
-    for offset in (0..SIZE).step_by(piece.len()) {
-        random.fill(&mut piece);
-        file.write_all_at(&piece, offset).expect("write");
-    }
-    file.sync_all().expect("flush");
-}
-
 /// Flushes, takes a snapshot of the subvolume, and lists what was written since the last one.
 fn bare_snapshot(rig: &Rig, volume: &str, device: &Path, since: Option<u64>) -> (Duration, u64) {
     let scratch = base::ObjectDir::new(rig.pool_dir().join("staging/bench"));
     std::fs::create_dir_all(scratch.path()).expect("mkdir");
     let started = Instant::now();
     blockdev::flush(device).expect("flush");
-    let source = host::volume_dir(rig, volume).bytes();
+    let source = rig.volume_dir(volume).bytes();
     let from = File::open(&source).expect("open");
     btrfs::snapshot(&from, &source, &scratch.bytes()).expect("snapshot");
     let birth = btrfs::birth(&scratch.bytes()).expect("birth");

@@ -99,17 +99,9 @@ pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&
     BareCopy { took: started.elapsed(), pool, scratch }
 }
 
-pub fn volume_dir(rig: &Rig, id: &str) -> ObjectDir {
-    ObjectDir::new(rig.pool_dir().join("volumes").join(id))
-}
-
-pub fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
-    ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
-}
-
 /// Whether a snapshot is hashed, and compared with the one before where there is one.
 pub fn is_hashed(rig: &Rig, id: &str) -> bool {
-    let dir = snapshot_dir(rig, id);
+    let dir = rig.snapshot_dir(id);
     let is_compared = || {
         let changed = MapFile::open(&dir.changed()).expect("changed");
         changed.is_exact() || changed.header().relative_to.is_none()
@@ -141,7 +133,7 @@ impl Drop for Remembered {
 /// Makes a snapshot one of which nothing is hashed or compared, behind the driver's back: what it reads when
 /// asked. It is again as it was when the answer is dropped.
 pub fn forget_hashes(rig: &Rig, id: &str) -> Remembered {
-    let dir = snapshot_dir(rig, id);
+    let dir = rig.snapshot_dir(id);
     let remember = |path: PathBuf| (path.clone(), std::fs::read(path).expect("read"));
     let remembered = Remembered(vec![remember(dir.changed()), remember(dir.pending())]);
     let changed = MapFile::open(&dir.changed()).expect("changed");
@@ -246,11 +238,18 @@ pub async fn idle(rig: &Rig, pool: PoolKind) {
     }
 }
 
-/// A figure of a process in KiB (proc_pid_status(5)).
-pub fn status_kib(pid: u32, name: &str) -> u64 {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
-    let line = text.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
-    line.trim_matches(|c: char| !c.is_ascii_digit()).parse().expect("a number")
+/// Fills a device with random pieces of 1 MiB, and flushes it: how long that takes.
+pub fn fill(device: &Path, size: u64, random: &mut Rng) -> Duration {
+    let file = File::options().write(true).open(device).expect("open the device");
+    let mut piece = vec![0; 1 << 20];
+    random.fill(&mut piece);
+    let started = Instant::now();
+    for offset in (0..size).step_by(piece.len()) {
+        piece[..8].copy_from_slice(&offset.to_le_bytes());
+        file.write_all_at(&piece, offset).expect("write");
+    }
+    file.sync_all().expect("flush");
+    started.elapsed()
 }
 
 /// The machine, for the reader of the table.

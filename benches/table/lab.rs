@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{block_capability, from_snapshot, from_volume};
 use proto::GetCapacityRequest;
 use serde_json::Value;
 
@@ -12,7 +12,7 @@ use crate::changes::{change, fill};
 use crate::{Row, Table, host, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, new_volume_from};
 
 const ROUNDS: usize = 5;
 /// As `cbt-lab bench` writes its data.
@@ -95,8 +95,8 @@ async fn by_own_client(rig: &mut Rig, size: u64, round: usize) -> Times {
     let mut made = [Duration::ZERO; 2];
     let mut copies = Vec::new();
     for (took, source) in made.iter_mut().zip([from_snapshot(&base), from_volume(&volume)]) {
-        let mut request = new_volume(&format!("copy {}", copies.len()), size as i64, block_capability());
-        request.volume_content_source = Some(source);
+        let request =
+            new_volume_from(&format!("copy {}", copies.len()), size as i64, block_capability(), source);
         let (copy, time) = timed(rig.client.create_volume(request)).await;
         *took = time;
         copies.push(copy.expect("CreateVolume").volume_id);

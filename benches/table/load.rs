@@ -56,7 +56,7 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
         host::hashed(&rig, &snapshot).await;
         alone.push(HASHED as f64 / started.elapsed().as_secs_f64());
         host::drop_caches();
-        bare.push(read_through(&host::snapshot_dir(&rig, &snapshot).data()));
+        bare.push(read_through(&rig.snapshot_dir(&snapshot).data()));
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
 
         // Both samples begin without what the filesystem has read of itself.

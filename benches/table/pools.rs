@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use files::punch_hole;
@@ -80,7 +79,7 @@ async fn measure(pool: PoolKind) -> Figures {
     let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
     let mut random = Rng::with_seed(11);
     let (volume, device) = rig.block_volume("volume", SIZE as i64).await;
-    let mut sequential = vec![SIZE as f64 / fill(&device, &mut random).as_secs_f64()];
+    let mut sequential = vec![SIZE as f64 / host::fill(&device, SIZE, &mut random).as_secs_f64()];
     let write = |random: &mut Rng| {
         let offsets: Vec<u64> = (0..WRITES).map(|_| random.u64(0..SIZE / 4096) * 4096).collect();
         let started = Instant::now();
@@ -121,24 +120,10 @@ async fn measure(pool: PoolKind) -> Figures {
     // Not before: btrfs leaves the space of what was deleted for two minutes.
     for round in 1..ROUNDS {
         let (volume, device) = rig.block_volume(&format!("filled {round}"), SIZE as i64).await;
-        sequential.push(SIZE as f64 / fill(&device, &mut random).as_secs_f64());
-        rig.detach(&volume).await;
-        rig.client.delete_volume(&volume).await.expect("delete");
+        sequential.push(SIZE as f64 / host::fill(&device, SIZE, &mut random).as_secs_f64());
+        rig.delete(&volume).await;
         host::idle(&rig, pool).await;
     }
     rig.finish();
     Figures { sequential, before, after, snapshot, delta, returned }
-}
-
-fn fill(device: &Path, random: &mut Rng) -> Duration {
-    let file = File::options().write(true).open(device).expect("open the device");
-    let mut piece = vec![0; 1 << 20];
-    random.fill(&mut piece);
-    let started = Instant::now();
-    for offset in (0..SIZE).step_by(piece.len()) {
-        piece[..8].copy_from_slice(&offset.to_le_bytes());
-        file.write_all_at(&piece, offset).expect("write");
-    }
-    file.sync_all().expect("flush");
-    started.elapsed()
 }

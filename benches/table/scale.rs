@@ -98,7 +98,7 @@ impl Running {
             starts.push(started.elapsed());
             host::idle(rig, pool).await;
         }
-        let memory = host::status_kib(rig.pid(), "VmRSS:") >> 10;
+        let memory = testkit::process_status(rig.pid(), "VmRSS:") >> 10;
         let files = std::fs::read_dir(format!("/proc/{}/fd", rig.pid())).expect("list").count();
         Running { starts, memory, files }
     }
@@ -239,7 +239,7 @@ async fn long_chain(table: &mut Table, pool: PoolKind) {
                     }
                     snapshots.push(snapshot);
                 } else if is_measured || is_in_the_middle {
-                    let copy = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device));
+                    let copy = host::bare_copy(&rig, pool, &rig.volume_dir(&volume), Some(&device));
                     if is_measured {
                         chain.copy.push(copy.took);
                         at_the_end.push(copy);
@@ -348,13 +348,13 @@ async fn huge_volume(table: &mut Table, pool: PoolKind) {
         let target = rig.snapshot("target", &volume).await;
         host::hashed(&rig, &target).await;
         for id in [&base, &target] {
-            host::replace_map(&host::snapshot_dir(&rig, id).allocated(), |writer| {
+            host::replace_map(&rig.snapshot_dir(id).allocated(), |writer| {
                 for block in 0..allocated {
                     writer.insert(BlockRange::new(block * every, block * every + 1)).expect("insert");
                 }
             });
         }
-        let changed = host::snapshot_dir(&rig, &target).changed();
+        let changed = rig.snapshot_dir(&target).changed();
         let header = MapFile::open(&changed).expect("map").header().clone();
         assert!(matches!(header.relative_to, Some(Relation { exact: true, .. })), "{header:?}");
         host::replace_map(&changed, |writer| {
@@ -369,7 +369,7 @@ async fn huge_volume(table: &mut Table, pool: PoolKind) {
             lists.push(listed.whole);
             deltas.push(delta(&mut rig.client, &base, &target).await);
         }
-        let memory = host::status_kib(rig.pid(), "VmHWM:") >> 10;
+        let memory = testkit::process_status(rig.pid(), "VmHWM:") >> 10;
         streams.push((lists, deltas, memory));
         rig.detach_and_finish(&volume).await;
     }

@@ -105,7 +105,7 @@ pub async fn plain_copies(table: &mut Table) {
     }
     file.sync_all().expect("flush");
     drop(file);
-    let source = host::volume_dir(&rig, &volume).data();
+    let source = rig.volume_dir(&volume).data();
     let scratch = rig.pool_dir().join("staging/bench.img");
     let (mut ours, mut bare) = (Vec::new(), Vec::new());
     // The disk may be slower for whoever writes second, so each is the first in every other round.
@@ -176,7 +176,7 @@ pub async fn many_snapshots(table: &mut Table) {
     assert!(status.success(), "the driver ended with {status}");
     rig.start_again().await;
     for id in &snapshots {
-        multiply(&host::snapshot_dir(&rig, id), id, EACH);
+        multiply(&rig.snapshot_dir(id), id, EACH);
     }
     assert!(rig.terminate().success());
     let (mut starts, mut bares) = (Vec::new(), Vec::new());
@@ -188,7 +188,7 @@ pub async fn many_snapshots(table: &mut Table) {
         starts.push(started.elapsed());
         // Long enough for what the driver does at its start.
         tokio::time::sleep(Duration::from_secs(5)).await;
-        let memory = host::status_kib(child.id(), "VmRSS:") >> 10;
+        let memory = testkit::process_status(child.id(), "VmRSS:") >> 10;
         let started = Instant::now();
         let records = read_records(&rig.pool_dir().join("snapshots"));
         bares.push((started.elapsed(), memory));

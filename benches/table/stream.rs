@@ -27,7 +27,7 @@ pub async fn run(table: &mut Table) {
     let mut rig = Rig::start_with(PoolKind::Xfs, &style, "warn").await;
     let (volume, _) = rig.block_volume("volume", (TUPLES * 2 * 4096) as i64).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
-    host::replace_map(&host::snapshot_dir(&rig, &snapshot).allocated(), |writer| {
+    host::replace_map(&rig.snapshot_dir(&snapshot).allocated(), |writer| {
         for block in 0..TUPLES {
             writer.insert(BlockRange::new(block * 2, block * 2 + 1)).expect("insert");
         }
@@ -38,12 +38,12 @@ pub async fn run(table: &mut Table) {
     let _bare = Process::start(Command::new(this).arg(BARE).arg(&socket));
     let mut bare = Client::connect(&socket, Duration::from_secs(10)).await.expect("the bare server");
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    let before = host::status_kib(rig.pid(), "VmRSS:");
+    let before = testkit::process_status(rig.pid(), "VmRSS:");
     for _ in 0..ROUNDS {
         theirs.push(consume(&mut bare, "any").await);
         ours.push(consume(&mut rig.client, &snapshot).await);
     }
-    let grown = host::status_kib(rig.pid(), "VmHWM:").saturating_sub(before) >> 10;
+    let grown = testkit::process_status(rig.pid(), "VmHWM:").saturating_sub(before) >> 10;
     let rates = ours;
     let (ours, theirs) = (median(&rates), median(&theirs));
     table.add(Row {

@@ -4,9 +4,8 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use base::ByteRange;
-use proto::ControllerModifyVolumeRequest;
 use testkit::bench::{median, write_direct};
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, requests};
 
 use crate::load::{EACH_SYNCED, RANDOM, ROUNDS, WRITTEN, gigabytes, mebibytes, per_second, read_pieces};
 use crate::work::{Load, Work};
@@ -91,10 +90,6 @@ async fn of_pool(table: &mut Table, pool: PoolKind) {
 }
 
 async fn modify(rig: &mut Rig, id: &str, name: &str, value: &str) {
-    let request = ControllerModifyVolumeRequest {
-        volume_id: id.to_owned(),
-        mutable_parameters: [(name.to_owned(), value.to_owned())].into(),
-        ..Default::default()
-    };
+    let request = requests::modify(id, &[(name, value)]);
     rig.client.controller.controller_modify_volume(request).await.expect("ControllerModifyVolume");
 }

@@ -10,7 +10,7 @@ use tonic::Code;
 
 use crate::volume_health::node_health;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, requests};
 
 /// Copies a device as a backup tool restores it.
 fn copy(from: &Path, to: &Path) {
@@ -21,21 +21,13 @@ fn copy(from: &Path, to: &Path) {
 }
 
 async fn confirmed(rig: &mut Rig, volume: &str, capability: VolumeCapability) -> bool {
-    let request = proto::ValidateVolumeCapabilitiesRequest {
-        volume_id: volume.to_owned(),
-        volume_capabilities: vec![capability],
-        ..Default::default()
-    };
+    let request = requests::validate(volume, vec![capability]);
     let answer = rig.client.controller.validate_volume_capabilities(request).await.expect("validate");
     answer.into_inner().confirmed.is_some()
 }
 
 async fn usage(rig: &Rig, volume: &str, target: &Path) -> Vec<proto::VolumeUsage> {
-    let request = proto::NodeGetVolumeStatsRequest {
-        volume_id: volume.to_owned(),
-        volume_path: target.display().to_string(),
-        ..Default::default()
-    };
+    let request = requests::stats(volume, target);
     rig.client.node.clone().node_get_volume_stats(request).await.expect("stats").into_inner().usage
 }
 
@@ -46,35 +38,26 @@ async fn stage(rig: &Rig, volume: &str, path: &Path, capability: VolumeCapabilit
 }
 
 async fn unstage(rig: &Rig, volume: &str, path: &Path) {
-    let request = proto::NodeUnstageVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: path.display().to_string(),
-    };
-    rig.client.node.clone().node_unstage_volume(request).await.expect("unstage");
+    rig.client.node.clone().node_unstage_volume(requests::unstage(volume, path)).await.expect("unstage");
 }
 
 #[apply(every_pool)]
 async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
     let files = mount_capability(fs_type);
-    let request = new_volume("source", 300 * MIB, files.clone());
-    let source = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&source, files.clone(), false, &kubelet).await.expect("publish");
+    let (source, target) = rig.published("source", 300 * MIB, files.clone()).await;
     std::fs::write(target.join("file"), "kept").expect("write");
     let snapshot = rig.snapshot("taken", &source).await;
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    rig.detach(&source).await;
     let (backup, from) = rig.volume_from("backup", 0, from_snapshot(&snapshot)).await;
 
     let (restored, device) = rig.block_volume("restored", 300 * MIB).await;
     copy(&from, &device);
     rig.detach(&restored).await;
     rig.detach(&backup).await;
-    let target =
-        rig.client.publish(&restored, files.clone(), false, &kubelet).await.expect("as a filesystem");
+    let target = rig.publish(&restored, files.clone()).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     assert_eq!(node_health(&rig, &restored).await, []);
     let bytes = &usage(&rig, &restored, &target).await[0];
@@ -83,7 +66,7 @@ async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
     let before = rig.snapshot("mounted", &restored).await;
     let expanded = rig.client.expand_volume(&restored, 400 * MIB).await.expect("expand");
     assert!(expanded.node_expansion_required, "it is staged as a filesystem");
-    rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+    rig.detach(&restored).await;
 
     let device = rig.attach(&restored).await;
     assert!(std::fs::metadata(&device).expect("stat").file_type().is_block_device());
@@ -103,54 +86,47 @@ async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
     copy(&from, &device);
     rig.detach(&source).await;
     rig.detach(&other).await;
-    let target = rig.client.publish(&source, mount_capability(""), false, &kubelet).await.expect("publish");
+    let target = rig.publish(&source, mount_capability("")).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"changed");
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&source).await;
 }
 
 /// The type of the filesystem that is there must be the one asked for; only an empty volume is formatted, and if it is large
 /// enough for that.
 #[apply(device_test)]
-async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_for() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
-    let volume = rig.client.create_volume(new_volume("empty", 16 * MIB, block_capability())).await;
-    let volume = volume.expect("create").volume_id;
+async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_for(rig: Rig<Xfs>) {
+    let volume = rig.volume("empty", 16 * MIB, block_capability()).await;
     for capability in [block_capability(), mount_capability("ext4"), mount_capability("")] {
         assert!(confirmed(&mut rig, &volume, capability.clone()).await, "{capability:?}");
     }
     assert!(!confirmed(&mut rig, &volume, mount_capability("zfs")).await);
     let again = rig.client.create_volume(new_volume("empty", 16 * MIB, mount_capability("ext4"))).await;
     assert_eq!(code(again), Code::AlreadyExists, "the record says what was asked for");
-    let small = rig.client.publish(&volume, mount_capability("xfs"), false, &kubelet).await;
+    let small = rig.try_publish(&volume, mount_capability("xfs")).await;
     let small = small.expect_err("16 MiB are too few for xfs");
     assert!(small.code() == Code::FailedPrecondition && small.to_string().contains("300Mi"), "{small}");
-    let target = rig.client.publish(&volume, mount_capability(""), false, &kubelet).await.expect("publish");
+    let target = rig.publish(&volume, mount_capability("")).await;
     let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
     assert_eq!(mounted.fs_type, "ext4");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    let other = rig.client.publish(&volume, mount_capability("btrfs"), false, &kubelet).await;
+    rig.detach(&volume).await;
+    let other = rig.try_publish(&volume, mount_capability("btrfs")).await;
     let other = other.expect_err("it holds ext4");
     assert!(other.code() == Code::FailedPrecondition && other.to_string().contains("holds ext4"), "{other}");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
+    rig.detach(&volume).await;
 
     // A Block volume with a filesystem of its user's choice, mounted by a claim that names none.
     let (raw, device) = rig.block_volume("of its user", 300 * MIB).await;
     testkit::ok(std::process::Command::new("mkfs.xfs").arg("-q").arg(&device));
     rig.detach(&raw).await;
-    let target = rig.client.publish(&raw, mount_capability(""), false, &kubelet).await.expect("publish");
+    let target = rig.publish(&raw, mount_capability("")).await;
     let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
     assert_eq!(mounted.fs_type, "xfs");
-    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&raw).await;
 }
 
 #[apply(device_test)]
-async fn a_volume_is_not_staged_both_ways_at_once() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let volume = rig.client.create_volume(new_volume("one", 16 * MIB, block_capability())).await;
-    let volume = volume.expect("create").volume_id;
+async fn a_volume_is_not_staged_both_ways_at_once(rig: Rig<Xfs>) {
+    let volume = rig.volume("one", 16 * MIB, block_capability()).await;
     let (one, two) = (rig.dir.path().join("one"), rig.dir.path().join("two"));
     for (first, second) in
         [(block_capability(), mount_capability("ext4")), (mount_capability("ext4"), block_capability())]
@@ -164,16 +140,13 @@ async fn a_volume_is_not_staged_both_ways_at_once() {
         unstage(&rig, &volume, &one).await;
     }
     assert!(leftovers(rig.dir.path()).iter().all(|left| !left.contains("/one") && !left.contains("/two")));
-    rig.finish();
 }
 
 /// From a random life: staging fails as a filesystem and works as a device elsewhere. The device of the first stayed until the
 /// volume was unstaged there.
 #[apply(device_test)]
-async fn a_volume_that_cannot_be_mounted_keeps_no_device_when_it_is_staged_as_one() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let (volume, device) = rig.block_volume("raw", 16 * MIB).await;
-    Content::default().write(&device, 0, 1, 7);
+async fn a_volume_that_cannot_be_mounted_keeps_no_device_when_it_is_staged_as_one(rig: Rig<Dir>) {
+    let (volume, ..) = rig.written_volume("raw", 16 * MIB, (0, 1, 7)).await;
     rig.detach(&volume).await;
     let (one, two) = (rig.dir.path().join("one"), rig.dir.path().join("two"));
     let refused = stage(&rig, &volume, &one, mount_capability("ext4")).await;
@@ -182,5 +155,4 @@ async fn a_volume_that_cannot_be_mounted_keeps_no_device_when_it_is_staged_as_on
     unstage(&rig, &volume, &one).await;
     testkit::no_device_left(rig.dir.path());
     unstage(&rig, &volume, &two).await;
-    rig.finish();
 }

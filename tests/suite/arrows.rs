@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use testkit::files_below;
 
 /// For each layer, the layers, members and crates that it may use. Every layer may use itself, `base` and `files`. Store,
 /// pool and cbt must not use each other.
@@ -24,17 +25,6 @@ const MAY_USE: [(&str, &[&str]); 8] = [
 
 /// Members and crates that not every layer may use.
 const OUTSIDE: [&str; 8] = ["cbt", "proto", "serve", "csi_client", "clap", "tonic", "prost", "axum"];
-
-fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(dir).expect("read_dir") {
-        let path = entry.expect("entry").path();
-        if path.is_dir() {
-            sources(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
-}
 
 /// The layers that a line of code names as `crate::layer`, in a `use` or in a path, and the crates it names.
 fn named(line: &str) -> Vec<String> {
@@ -74,8 +64,7 @@ fn arrows_between_rooms_point_down() {
         }
         let layer = path.file_name().expect("a name").to_string_lossy().into_owned();
         assert!(MAY_USE.iter().any(|(name, _)| *name == layer), "MAY_USE has no entry for the layer {layer}");
-        let mut files = Vec::new();
-        sources(&path, &mut files);
+        let files = files_below(&path, "rs");
         assert!(!files.is_empty(), "{layer} is empty");
         for file in files {
             wrong.extend(violations(&layer, &std::fs::read_to_string(file).expect("read")));
@@ -161,8 +150,7 @@ fn circles(mut arrows: BTreeMap<String, BTreeSet<String>>) -> BTreeMap<String, B
 #[test]
 fn folders_of_the_driver_use_each_other_in_no_circle() {
     let layer = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/driver");
-    let mut files = Vec::new();
-    sources(&layer, &mut files);
+    let files = files_below(&layer, "rs");
     let read = |path: &Path| std::fs::read_to_string(path).expect("read");
     let files: Vec<_> = files
         .into_iter()
@@ -210,14 +198,13 @@ fn a_circle_of_folders_would_be_seen() {
 fn unsafe_stands_in_sys_alone() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let src = root.join("src");
-    let mut files = Vec::new();
-    sources(&src, &mut files);
+    let mut files = files_below(&src, "rs");
     let members = |folder: &str| std::fs::read_dir(root.join(folder)).expect("a folder of members");
     for member in members("crates").chain(members("crates/kit")) {
         let member = member.expect("entry").path();
         // Only for tests.
         if !member.ends_with("testkit") && member.join("src").is_dir() {
-            sources(&member.join("src"), &mut files);
+            files.extend(files_below(&member.join("src"), "rs"));
         }
     }
     for file in files.iter().filter(|file| !file.starts_with(src.join("sys"))) {

@@ -1,17 +1,16 @@
 //! `cbt-lab bench`: measures our driver on every pool, gives no figure of an answer that is wrong, and leaves nothing behind.
 
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::path::Path;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::conformance::{assert_empty, said};
-use testkit::lab::Lab;
+use crate::conformance::assert_empty;
+use testkit::lab::{self, Lab};
 use testkit::places::Disk;
-use testkit::{PoolKind, Rig, eventually};
+use testkit::{PoolKind, Rig, eventually, said};
 
 /// Little of everything.
 const LITTLE: [(&str, &str); 6] = [
@@ -25,15 +24,9 @@ const LITTLE: [(&str, &str); 6] = [
 
 /// Measures little, where `arguments` do not say otherwise, and tells it in JSON.
 fn bench(socket: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(testkit::program("cbt-lab"));
+    let mut command = lab::command("bench", socket);
     let little = LITTLE.iter().filter(|(flag, _)| !arguments.contains(flag));
-    command
-        .args(["bench", "--endpoint", &format!("unix://{}", socket.display()), "--output", "json"])
-        .args(little.flat_map(|(flag, value)| [flag, value]))
-        .args(arguments)
-        .env_remove("CSI_ENDPOINT")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+    command.args(["--output", "json"]).args(little.flat_map(|(flag, value)| [flag, value])).args(arguments);
     command
 }
 
@@ -62,20 +55,13 @@ fn sorted(result: &Value) -> (Vec<&str>, Vec<(&str, &str)>) {
     (measured, missing)
 }
 
-/// `cbt-lab faults` before a driver, and its socket.
-async fn faulty(rig: &Rig, faults: &str) -> (Lab, PathBuf) {
-    let socket = rig.dir.path().join(format!("{}.sock", faults.split(':').next().unwrap_or_default()));
-    (Lab::before(&rig.socket(), &socket, faults).await, socket)
-}
-
 fn is_of_writes(id: &str) -> bool {
     ["write-during", "write-after", "pause-during", "pause-after"].contains(&id)
 }
 
 /// Every figure has a number, a bare one beside it where one is known, and each run is in it.
 #[apply(every_pool)]
-async fn ours_is_measured_on_every_pool(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn ours_is_measured_on_every_pool(rig: Rig<pool>) {
     let dir = rig.dir.path().join("bare");
     std::fs::create_dir(&dir).expect("mkdir");
     let files = ["json", "csv", "html"].map(|end| dir.with_extension(end));
@@ -90,34 +76,11 @@ async fn ours_is_measured_on_every_pool(pool: PoolKind) {
     // does not copy. The other pools have their space to themselves.
     let may_miss = |id: &str| pool == PoolKind::Dir && (is_space(id) || is_of_writes(id));
     assert!(missing.iter().all(|(id, kind)| *kind == "left-out" && may_miss(id)), "{missing:?}");
-    for id in [
-        "create",
-        "snapshot-first",
-        "allocated",
-        "snapshot-0.01",
-        "snapshot-1",
-        "snapshot-10",
-        "delta-0.01-at-once",
-        "delta-10-at-once",
-        "delta-1-later",
-        "listed-1",
-        "restore",
-        "clone",
-        "delete-snapshot",
-        "delete-volume",
-        "write-before",
-        "write-during",
-        "write-after",
-        "pause-during",
-        "many-snapshot",
-        "many-delta-last",
-        "many-delta-first",
-        "many-delete",
-        "space-data",
-        "space-snapshots",
-        "space-restored",
-        "space-clone",
-    ] {
+    let all = "create snapshot-first allocated snapshot-0.01 snapshot-1 snapshot-10 delta-0.01-at-once \
+               delta-10-at-once delta-1-later listed-1 restore clone delete-snapshot delete-volume write-before \
+               write-during write-after pause-during many-snapshot many-delta-last many-delta-first many-delete \
+               space-data space-snapshots space-restored space-clone";
+    for id in all.split(' ') {
         assert!(measured.contains(&id) || may_miss(id), "{id} is missing: {measured:?}");
     }
     for figure in result["figures"].as_array().expect("figures") {
@@ -156,14 +119,11 @@ async fn ours_is_measured_on_every_pool(pool: PoolKind) {
     assert!(counts.contains(&1) && counts.contains(&3), "{counts:?}");
     let written: Value = serde_json::from_slice(&std::fs::read(json).expect("JSON")).expect("JSON");
     assert_eq!(written, result);
-    assert_eq!(
-        std::fs::read_to_string(csv).expect("CSV").lines().count(),
-        1 + measured.len() + missing.len()
-    );
+    let csv = std::fs::read_to_string(csv).expect("CSV");
+    assert_eq!(csv.lines().count(), 1 + measured.len() + missing.len());
     assert!(std::fs::read_to_string(html).expect("HTML").contains("<svg "));
     assert_eq!(std::fs::read_dir(&dir).expect("list").count(), 0, "bare files are left");
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// Blocks of 4 KiB as tuples, and more of them than the driver puts into one message.
@@ -180,9 +140,13 @@ const SEVERAL_MESSAGES: [&str; 4] = ["--data", "32Mi", "--snapshot-parameter", "
 #[case("capacity-wrong:call=GetMetadataDelta", "delta-", &[])]
 #[case("capacity-changes:call=GetMetadataAllocated", "allocated", &SEVERAL_MESSAGES)]
 #[case("capacity-changes:call=GetMetadataDelta,after=0", "delta-", &[])]
-async fn a_wrong_answer_has_no_figure(#[case] fault: &str, #[case] wrong: &str, #[case] more: &[&str]) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let (_serving, socket) = faulty(&rig, fault).await;
+async fn a_wrong_answer_has_no_figure(
+    rig: Rig<Xfs>,
+    #[case] fault: &str,
+    #[case] wrong: &str,
+    #[case] more: &[&str],
+) {
+    let (_serving, socket) = Lab::faulty(&rig, fault).await;
     let (csv, html) = (rig.dir.path().join("wrong.csv"), rig.dir.path().join("wrong.html"));
     let few = ["--runs", "1", "--csv", csv.to_str().expect("UTF-8"), "--html", html.to_str().expect("UTF-8")];
     let (code, result) = run(&socket, &[&few[..], more].concat()).await;
@@ -205,14 +169,13 @@ async fn a_wrong_answer_has_no_figure(#[case] fault: &str, #[case] wrong: &str, 
     assert!(line.contains(",0,,,,") && line.contains("wrong answer, no figure: "), "{line}");
     assert!(std::fs::read_to_string(html).expect("HTML").contains("WRONG: "));
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// What a driver does not claim, or has no space for, is left out with the reason, and is no failure.
 #[apply(device_test)]
 async fn what_a_driver_cannot_is_left_out() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "info").await;
-    let (_serving, socket) = faulty(&rig, "no-service").await;
+    let (_serving, socket) = Lab::faulty(&rig, "no-service").await;
     let (code, result) = run(&socket, &["--runs", "1", "--size", "64Mi,2Gi"]).await;
     assert_eq!(code, Some(0), "{result:#}");
     let (measured, missing) = sorted(&result);
@@ -251,39 +214,32 @@ async fn a_volume_larger_than_a_bare_file_can_be_is_measured_alone() {
 
 /// Nothing was measured, which is no finding about the driver.
 #[apply(device_test)]
-async fn a_set_up_that_is_refused_is_wrong_usage() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_set_up_that_is_refused_is_wrong_usage(rig: Rig<Dir>) {
     let output = bench(&rig.socket(), &["--parameter", "foo=bar"]).output().await.expect("run");
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(output.stdout.is_empty(), "{}", said(&output));
     assert!(told.contains("CreateVolume: INVALID_ARGUMENT") && told.contains("foo"), "{told}");
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// A call that fails ends that life, is reported, and leaves nothing.
 #[apply(device_test)]
-async fn a_call_that_fails_is_told() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let (_serving, socket) = faulty(&rig, "refuse:call=CreateSnapshot,code=INTERNAL").await;
+async fn a_call_that_fails_is_told(rig: Rig<Xfs>) {
+    let (_serving, socket) = Lab::faulty(&rig, "refuse:call=CreateSnapshot,code=INTERNAL").await;
     let (code, result) = run(&socket, &[]).await;
     assert_eq!((code, &result["verdict"]), (Some(1), &"failed".into()), "{result:#}");
     let (measured, missing) = sorted(&result);
     assert_eq!(measured, ["create"]);
     assert_eq!(missing, [("snapshot-first", "failed")]);
-    assert!(
-        result["troubles"][0].as_str().is_some_and(|told| told.contains("CreateSnapshot: INTERNAL")),
-        "{result:#}"
-    );
+    let trouble = result["troubles"][0].as_str().expect("a trouble");
+    assert!(trouble.contains("CreateSnapshot: INTERNAL"), "{result:#}");
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is printed.
 #[apply(device_test)]
-async fn a_signal_at_any_time_leaves_nothing() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_signal_at_any_time_leaves_nothing(rig: Rig<Xfs>) {
     let work = rig.dir.path().join("work");
     let bare = rig.dir.path().join("bare");
     for dir in [&work, &bare] {
@@ -316,5 +272,4 @@ async fn a_signal_at_any_time_leaves_nothing() {
         assert!(!staging.exists() && !target.exists(), "directories are left");
         assert_eq!(std::fs::read_dir(&bare).expect("list").count(), 0, "bare files are left");
     }
-    rig.finish();
 }

@@ -15,7 +15,7 @@ use crate::model::calls::{Call, Name, NameSet};
 use crate::model::names::{Asked, Names};
 use crate::model::strategies::call;
 use crate::model::wire::{Answer, make};
-use testkit::{PoolKind, Rig, names, state_of};
+use testkit::{PoolKind, Rig, names, requests, state_of};
 
 const CLIENTS: u8 = 32;
 /// So few names that two snapshots often have the same volume.
@@ -81,16 +81,14 @@ async fn clear(rig: &mut Rig, names: &Arc<Names>) {
     for volume_id in list.entries.into_iter().map(|entry| entry.volume.expect("a volume").volume_id) {
         let (targets, staged) = places(rig, &volume_id);
         for target_path in targets {
-            let request = proto::NodeUnpublishVolumeRequest { volume_id: volume_id.clone(), target_path };
+            let request = requests::unpublish(&volume_id, target_path);
             rig.client.node.node_unpublish_volume(request).await.expect("unpublish");
         }
         if let Some(staging_target_path) = staged {
-            let request =
-                proto::NodeUnstageVolumeRequest { volume_id: volume_id.clone(), staging_target_path };
+            let request = requests::unstage(&volume_id, staging_target_path);
             rig.client.node.node_unstage_volume(request).await.expect("unstage");
         }
-        let request =
-            proto::ControllerUnpublishVolumeRequest { volume_id: volume_id.clone(), ..Default::default() };
+        let request = requests::detach(&volume_id, "");
         rig.client.controller.controller_unpublish_volume(request).await.expect("detach");
         rig.client.delete_volume(&volume_id).await.expect("delete");
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use csi_client::{mount_capability, new_volume};
+use csi_client::mount_capability;
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use serde_json::Value;
 
@@ -147,24 +147,26 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
         let made = move || Case { path: dir.clone(), ..broken(name, dir.join(file), flip) };
         Box::new(made) as Box<dyn Fn() -> Case>
     };
+    let halved =
+        |name, path: PathBuf| Box::new(move || broken(name, path.clone(), cut)) as Box<dyn Fn() -> Case>;
+    // What a call that was cut has left: a directory with a directory and a file.
+    let half_made = |name, dir: PathBuf, inner: &'static str, file: &'static str| {
+        let made = move || {
+            fs::create_dir_all(dir.join(inner)).expect("mkdir");
+            fs::write(dir.join(file), "").expect("write");
+            case(name, "leftover", dir.clone())
+        };
+        Box::new(made) as Box<dyn Fn() -> Case>
+    };
     vec![
         record("volume-record", volume.clone()),
         record("snapshot-record", snapshot.clone()),
         record("retained-record", retained.clone()),
         map("allocated", snapshot.clone(), "allocated.map"),
         map("retained-changed", retained.clone(), "changed.map"),
-        {
-            let data = snapshot.join("bytes/data.img");
-            Box::new(move || broken("snapshot-data", data.clone(), cut))
-        },
-        {
-            let data = volume.join("bytes/data.img");
-            Box::new(move || broken("volume-data", data.clone(), cut))
-        },
-        {
-            let node = used.join("state.json");
-            Box::new(move || broken("node", node.clone(), cut))
-        },
+        halved("snapshot-data", snapshot.join("bytes/data.img")),
+        halved("volume-data", volume.join("bytes/data.img")),
+        halved("node", used.join("state.json")),
         {
             let hashes = snapshot.join("hashes");
             let dir = snapshot.clone();
@@ -182,22 +184,8 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
         stray("map-draft", "leftover", snapshot.join("changed.map.compared")),
         stray("checked-map-draft", "leftover", snapshot.join("allocated.map.checked")),
         stray("group-stray", "stranger", group.join("notes.txt")),
-        {
-            let dir = pool.join("staging/volume-half-made");
-            Box::new(move || {
-                fs::create_dir_all(dir.join("bytes")).expect("mkdir");
-                fs::write(dir.join("bytes/data.img"), "half").expect("write");
-                case("staging", "leftover", dir.clone())
-            })
-        },
-        {
-            let dir = pool.join("groups/group-empty");
-            Box::new(move || {
-                fs::create_dir_all(dir.join("members")).expect("mkdir");
-                fs::write(dir.join("deleted.json"), "").expect("write");
-                case("empty-group", "leftover", dir.clone())
-            })
-        },
+        half_made("staging", pool.join("staging/volume-half-made"), "bytes", "bytes/data.img"),
+        half_made("empty-group", pool.join("groups/group-empty"), "members", "deleted.json"),
         {
             let data = volume.join("bytes/data.img");
             Box::new(move || {
@@ -226,7 +214,8 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
     ]
 }
 
-async fn everything_is_reported(pool: PoolKind) {
+#[apply(every_pool)]
+async fn what_is_wrong_is_reported_and_only_leftovers_go(pool: PoolKind) {
     let mut scene = Scene::set(pool).await;
     let refused = Command::new(testkit::program("deltapath"))
         .args(["check", "--repair", "--data-dir"])
@@ -273,11 +262,6 @@ async fn everything_is_reported(pool: PoolKind) {
     scene.rig.finish();
 }
 
-#[apply(every_pool)]
-async fn what_is_wrong_is_reported_and_only_leftovers_go(pool: PoolKind) {
-    everything_is_reported(pool).await;
-}
-
 /// A mount that no record explains is removed before its device.
 #[apply(device_test)]
 async fn an_unexplained_mount_is_unmounted() {
@@ -304,11 +288,8 @@ async fn an_unexplained_mount_is_unmounted() {
         std::thread::sleep(Duration::from_millis(100));
         mended = check(&scene.rig.data_dir(), &["--repair"]);
     }
-    assert!(
-        mended.found.last().is_none_or(|found| *found == leftover(device.path(), true)),
-        "{:?}",
-        mended.found
-    );
+    let found = mended.found;
+    assert!(found.last().is_none_or(|last| *last == leftover(device.path(), true)), "{found:?}");
     assert_eq!(mended.exit, 0);
     fs::write(&data, before).expect("write");
     scene.is_well("unmounted");
@@ -316,13 +297,9 @@ async fn an_unexplained_mount_is_unmounted() {
 
 /// Kubelet mounts a part of a volume for a pod with a `subPath`. The finding is a note, not a fault.
 #[apply(device_cases)]
-async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fstype: &str) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_mount_of_a_part_of_a_volume_is_a_note(rig: Rig<Dir>, #[values("ext4", "btrfs")] fstype: &str) {
     let capability = || mount_capability(fstype);
-    let request = new_volume("volume", 256 * MIB, capability());
-    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    let kubelet = rig.kubelet();
-    let target = rig.client.publish(&volume, capability(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published("volume", 256 * MIB, capability()).await;
     let checked = check(&rig.data_dir(), &[]);
     assert_eq!((checked.exit, checked.found), (0, vec![]), "{fstype}");
     let (part, place) = (target.join("part"), rig.dir.path().join("part"));
@@ -330,14 +307,10 @@ async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fsty
     fs::create_dir(&place).expect("mkdir");
     deltapath::sys::mount::bind(&part, &place, false).expect("bind");
     let place = place.canonicalize().expect("the mount is there");
-    let checked = check(&rig.data_dir(), &[]);
-    assert_eq!(
-        (checked.exit, checked.found),
-        (0, vec![("note".to_owned(), place.clone(), false)]),
-        "{fstype}"
-    );
+    let (checked, note) = (check(&rig.data_dir(), &[]), ("note".to_owned(), place.clone(), false));
+    assert_eq!((checked.exit, checked.found), (0, vec![note]), "{fstype}");
     deltapath::sys::mount::unmount_top(&place).expect("unmount");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Without a driver the pool is mounted for the check, and unmounted afterwards.

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability};
 use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
@@ -62,10 +62,8 @@ impl Schedule {
 
         let mode = if self.read_only { Mode::MultiNodeReaderOnly } else { Mode::SingleNodeWriter };
         let capability = with_mode(block_capability(), mode);
-        let mut request = new_volume(&format!("{name}, read"), taken.size_bytes, capability.clone());
-        request.volume_content_source = Some(from_snapshot(&handle));
-        let claim =
-            rig.client.create_volume(request).await.expect("CreateVolume from the snapshot").volume_id;
+        let (name, source) = (format!("{name}, read"), from_snapshot(&handle));
+        let claim = rig.made_from(&name, taken.size_bytes, capability.clone(), source).await;
         let kubelet = rig.kubelet();
         let device = rig.client.publish(&claim, capability, self.read_only, &kubelet).await.expect("publish");
         let list = match &self.base {
@@ -89,8 +87,7 @@ impl Schedule {
                 Kind::Whole
             }
         };
-        rig.detach(&claim).await;
-        rig.client.delete_volume(&claim).await.expect("DeleteVolume");
+        rig.delete(&claim).await;
         // Once, by the content that was told to delete it.
         rig.client.delete_snapshot(&handle).await.expect("DeleteSnapshot");
         self.base = Some(handle);
@@ -152,17 +149,15 @@ async fn a_filesystem_is_backed_up_by_blocks_and_restored_elsewhere_and_in_place
         _ => (256 * MIB, "variable"),
     };
     let mut rig = Rig::start_with(pool, &["--block-metadata-type", style], "info").await;
-    let (kubelet, files) = (rig.kubelet(), mount_capability(fs_type));
-    let request = new_volume("source", least + ODD, files.clone());
-    let source = rig.client.create_volume(request).await.expect("create").volume_id;
-    let mut target = rig.client.publish(&source, files.clone(), false, &kubelet).await.expect("publish");
+    let files = mount_capability(fs_type);
+    let (source, mut target) = rig.published("source", least + ODD, files.clone()).await;
     let mut schedule = Schedule::new(&rig, "daily", fs_type == "xfs");
     let mut kept = Vec::new();
     for round in 0..4 {
         if round == 2 {
-            rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+            rig.detach(&source).await;
             rig.client.expand_volume(&source, least + 40 * MIB).await.expect("expand");
-            target = rig.client.publish(&source, files.clone(), false, &kubelet).await.expect("publish");
+            target = rig.publish(&source, files.clone()).await;
         }
         change_files(&target, round);
         let kind = schedule.back_up(&mut rig, &source).await;
@@ -174,22 +169,21 @@ async fn a_filesystem_is_backed_up_by_blocks_and_restored_elsewhere_and_in_place
         let (restored, device) = rig.block_volume("restored", least + 40 * MIB).await;
         image.restore(&device);
         rig.detach(&restored).await;
-        let restored_to = rig.client.publish(&restored, files.clone(), false, &kubelet).await;
-        assert!(files_in(&restored_to.expect("as a Filesystem")) == *files_then, "other files are restored");
-        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
-        rig.client.delete_volume(&restored).await.expect("delete");
+        let restored_to = rig.publish(&restored, files.clone()).await;
+        assert!(files_in(&restored_to) == *files_then, "other files are restored");
+        rig.delete(&restored).await;
     }
 
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    rig.detach(&source).await;
     let device = rig.attach(&source).await;
     let (files_then, image) = &kept[2];
     image.restore(&device);
     rig.detach(&source).await;
-    let target = rig.client.publish(&source, files, false, &kubelet).await.expect("as a Filesystem again");
+    let target = rig.publish(&source, files).await;
     assert!(files_in(&target) == *files_then, "other files are restored in place");
     change_files(&target, 3);
     assert_eq!(schedule.back_up(&mut rig, &source).await, Kind::Incremental);
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    rig.detach(&source).await;
     rig.finish();
 }
 

@@ -75,8 +75,7 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     assert_eq!(refused.code(), Code::DataLoss);
     is_whole(&rig.client.delta(&first, &second, 0, 0).await.expect("a delta of others"));
 
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.delete(&volume).await;
     drop(between);
     rig.client = directly;
     for snapshot in [first, second, marked] {

@@ -10,7 +10,7 @@ use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{MIB, PoolKind, leftovers, signal, wait};
+use testkit::{MIB, PoolKind, leftovers, new_volume_from, requests, signal, wait};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -89,13 +89,8 @@ impl Drop for Swept {
         // The kernel shows another path for the backing file of a device that a container attached, so devices
         // that are left are found by the files of volumes and of the pool.
         let _ = sweep(&self.0.path().join("kubelet"));
-        let mut left = vec![self.0.path().join("data")];
-        while let Some(path) = left.pop() {
-            if let Ok(entries) = std::fs::read_dir(&path) {
-                left.extend(entries.flatten().map(|entry| entry.path()));
-            } else if let Ok(Some(device)) = LoopDevice::find(&path)
-                && (path.ends_with("data.img") || path.ends_with("pool.img"))
-            {
+        for path in testkit::files_below(&self.0.path().join("data"), "img") {
+            if let Ok(Some(device)) = LoopDevice::find(&path) {
                 let _ = device.detach();
             }
         }
@@ -138,8 +133,7 @@ async fn backup_story(client: &mut Client, kubelet: &Path) {
         ("restored-again", from_snapshot(&second), &content),
         ("clone", from_volume(&raw), &content),
     ] {
-        let mut request = new_volume(name, SIZE, block_capability());
-        request.volume_content_source = Some(source);
+        let request = new_volume_from(name, SIZE, block_capability(), source);
         let volume = client.create_volume(request).await.expect("create from a source").volume_id;
         let copy = client.publish(&volume, block_capability(), true, kubelet).await.expect("publish");
         expected.assert_equals(&copy, 0, blocks);
@@ -166,12 +160,7 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         let size = |path: &Path| nix::sys::statvfs::statvfs(path).map(|fs| fs.blocks() * fs.fragment_size());
         let small = size(&target).expect("statvfs");
         client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-        let request = proto::NodeExpandVolumeRequest {
-            volume_id: volume.clone(),
-            volume_path: target.display().to_string(),
-            ..Default::default()
-        };
-        match client.node.node_expand_volume(request).await {
+        match client.node.node_expand_volume(requests::node_expand(&volume, &target)).await {
             Ok(_) => {}
             // Growing a mounted ext4 takes a capability that even root may lack on some machines.
             Err(status) if fs_type == "ext4" && !may_grow_ext4 => {
@@ -185,8 +174,8 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         assert!(large > small + small / 2, "{fs_type} did not grow: {small} to {large}");
 
         let snapshot = client.create_snapshot(fs_type, &volume).await.expect("snapshot").snapshot_id;
-        let mut request = new_volume(&format!("{fs_type}-larger"), 900 * MIB, capability.clone());
-        request.volume_content_source = Some(from_snapshot(&snapshot));
+        let (name, source) = (format!("{fs_type}-larger"), from_snapshot(&snapshot));
+        let request = new_volume_from(&name, 900 * MIB, capability.clone(), source);
         let larger = client.create_volume(request).await.expect("restore").volume_id;
         let copy = client.publish(&larger, capability.clone(), false, kubelet).await.expect("publish");
         assert_eq!(std::fs::read(copy.join("file")).expect("read"), fs_type.as_bytes());
@@ -286,14 +275,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     let listed = dockerfile.split("ENV PROGRAMS=\"").nth(1).and_then(|rest| rest.split('"').next());
     let mut listed: Vec<&str> = listed.expect("a list of programs").split_whitespace().collect();
     let mut called = Vec::new();
-    let mut files = vec![repository().join("src")];
-    while let Some(path) = files.pop() {
-        if path.is_dir() {
-            files.extend(
-                std::fs::read_dir(&path).expect("read_dir").map(|entry| entry.expect("entry").path()),
-            );
-            continue;
-        }
+    for path in testkit::files_below(&repository().join("src"), "rs") {
         let source = std::fs::read_to_string(&path).expect("read");
         for marker in ["program::run(\"", "program::run_with(\"", "program::exists(\""] {
             called.extend(

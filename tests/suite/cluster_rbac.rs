@@ -23,11 +23,12 @@ const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
 const GROUPS: &str = "groupsnapshot.storage.k8s.io";
 const HEALTH: &str = "csi-external-health-monitor-controller";
 const SIDECAR: &str = "csi-snapshot-metadata";
+const CONTROLLER: &str = "snapshot-controller";
 
 /// The calls of each program: its container, an API group and resource, the verbs, and when. Taken from the sources of the
 /// versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and snapshot-controller
 /// also from the audit log of an API server. An informer needs no get.
-const CALLS: [(&str, &str, &str, &str, When); 90] = [
+const CALLS: [(&str, &str, &str, &str, When); 93] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
     // Finalizers of claims that are being cloned; removal of the selected node on RESOURCE_EXHAUSTED.
@@ -128,77 +129,30 @@ const CALLS: [(&str, &str, &str, &str, When); 90] = [
     ("csi-attacher", STORAGE, "csinodes", "list watch", Attach),
     ("csi-attacher", STORAGE, "volumeattachments", "list watch patch", Attach),
     ("csi-attacher", STORAGE, "volumeattachments/status", "patch", Attach),
-    ("snapshot-controller", "", "persistentvolumes", "get list watch", Always),
-    ("snapshot-controller", "", "persistentvolumeclaims", "get list watch update", Always),
-    ("snapshot-controller", "", "events", "create patch", Always),
-    ("snapshot-controller", SNAPSHOTS, "volumesnapshotclasses", "get list watch", Always),
-    (
-        "snapshot-controller",
-        SNAPSHOTS,
-        "volumesnapshotcontents",
-        "create get list watch update delete patch",
-        Always,
-    ),
-    ("snapshot-controller", SNAPSHOTS, "volumesnapshotcontents/status", "patch", Always),
-    (
-        "snapshot-controller",
-        SNAPSHOTS,
-        "volumesnapshots",
-        "create get list watch update patch delete",
-        Always,
-    ),
-    ("snapshot-controller", SNAPSHOTS, "volumesnapshots/status", "update patch", Always),
-    ("snapshot-controller", GROUPS, "volumegroupsnapshotclasses", "get list watch", Always),
-    (
-        "snapshot-controller",
-        GROUPS,
-        "volumegroupsnapshotcontents",
-        "create get list watch update delete patch",
-        Always,
-    ),
-];
-/// The other calls of the snapshot controller.
-const GROUP_CALLS: [(&str, &str, &str, &str, When); 3] = [
-    (
-        "snapshot-controller",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshotcontents/status",
-        "patch",
-        Always,
-    ),
-    (
-        "snapshot-controller",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshots",
-        "get list watch update patch",
-        Always,
-    ),
-    (
-        "snapshot-controller",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshots/status",
-        "update patch",
-        Always,
-    ),
+    (CONTROLLER, "", "persistentvolumes", "get list watch", Always),
+    (CONTROLLER, "", "persistentvolumeclaims", "get list watch update", Always),
+    (CONTROLLER, "", "events", "create patch", Always),
+    (CONTROLLER, SNAPSHOTS, "volumesnapshotclasses", "get list watch", Always),
+    (CONTROLLER, SNAPSHOTS, "volumesnapshotcontents", "create get list watch update delete patch", Always),
+    (CONTROLLER, SNAPSHOTS, "volumesnapshotcontents/status", "patch", Always),
+    (CONTROLLER, SNAPSHOTS, "volumesnapshots", "create get list watch update patch delete", Always),
+    (CONTROLLER, SNAPSHOTS, "volumesnapshots/status", "update patch", Always),
+    (CONTROLLER, GROUPS, "volumegroupsnapshotclasses", "get list watch", Always),
+    (CONTROLLER, GROUPS, "volumegroupsnapshotcontents", "create get list watch update delete patch", Always),
+    (CONTROLLER, GROUPS, "volumegroupsnapshotcontents/status", "patch", Always),
+    (CONTROLLER, GROUPS, "volumegroupsnapshots", "get list watch update patch", Always),
+    (CONTROLLER, GROUPS, "volumegroupsnapshots/status", "update patch", Always),
 ];
 
 /// The programs that use a role: usually the one with which its name ends.
 fn users(role: &str) -> Vec<&str> {
     match role {
-        "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "gateway", "csi-snapshot-metadata"],
-        "snapshot-controller" => vec!["snapshot-controller"],
-        "deltapath-leader-election" => {
-            vec![
-                "csi-provisioner",
-                "csi-resizer",
-                "csi-snapshotter",
-                "csi-external-health-monitor-controller",
-            ]
+        "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "gateway", SIDECAR],
+        "deltapath-leader-election" => vec!["csi-provisioner", "csi-resizer", "csi-snapshotter", HEALTH],
+        role => {
+            let name = role.strip_prefix("cbt-earlier-").or_else(|| role.strip_prefix("deltapath-"));
+            vec![name.unwrap_or(role)]
         }
-        "cbt-earlier-differential" => vec!["differential"],
-        "cbt-earlier-aggregated" => vec!["aggregated"],
-        "cbt-earlier-cbt-http" => vec!["cbt-http"],
-        role => vec![role.strip_prefix("deltapath-").unwrap_or(role)],
     }
 }
 
@@ -213,14 +167,17 @@ fn add(rights: &mut Rights, rule: &Value) {
     }
 }
 
-fn roles<'o>(objects: &'o [&Found]) -> impl Iterator<Item = &'o Found> {
-    let is_role = |found: &&Found| ["Role", "ClusterRole"].contains(&found.kind());
-    // Users bind the roles for backup applications themselves.
+/// The objects of a kind and of its namespaced twin.
+fn both<'o>(objects: &'o [&Found], kind: &str) -> impl Iterator<Item = &'o Found> {
     objects
         .iter()
         .copied()
-        .filter(is_role)
-        .filter(|found| !found.name().starts_with("deltapath-backup-client"))
+        .filter(move |found| found.kind().strip_prefix("Cluster").unwrap_or(found.kind()) == kind)
+}
+
+fn roles<'o>(objects: &'o [&Found]) -> impl Iterator<Item = &'o Found> {
+    // Users bind the roles for backup applications themselves.
+    both(objects, "Role").filter(|found| !found.name().starts_with("deltapath-backup-client"))
 }
 
 fn applies(when: When, source: &str) -> bool {
@@ -244,26 +201,21 @@ fn every_rule_is_used_and_every_call_is_allowed() {
         let mut granted: BTreeMap<&str, Rights> = BTreeMap::new();
         for role in roles(&objects) {
             for user in users(role.name()) {
-                if user == "csi-snapshot-metadata" && !programs.contains(user) {
+                if user == SIDECAR && !programs.contains(user) {
                     continue;
                 }
-                assert!(
-                    programs.contains(user),
-                    "{source}: {} is for {user}, which does not run",
-                    role.name()
-                );
+                let role_name = role.name();
+                assert!(programs.contains(user), "{source}: {role_name} is for {user}, which does not run");
                 let rights = granted.entry(user).or_default();
                 list(&role.object["rules"]).for_each(|rule| add(rights, rule));
             }
         }
         let mut called: BTreeMap<&str, Rights> = BTreeMap::new();
-        for (program, group, resource, verbs, when) in CALLS.iter().chain(&GROUP_CALLS) {
-            if programs.contains(program) && applies(*when, source) {
+        for (program, group, resource, verbs, when) in CALLS {
+            if programs.contains(program) && applies(when, source) {
                 let verbs = verbs.split(' ').map(str::to_owned).collect();
-                called
-                    .entry(program)
-                    .or_default()
-                    .insert(((*group).to_owned(), (*resource).to_owned()), verbs);
+                let rights = called.entry(program).or_default();
+                rights.insert((group.to_owned(), resource.to_owned()), verbs);
             }
         }
         assert_eq!(granted, called, "{source}: rights that are granted (left) and used (right)");
@@ -274,35 +226,24 @@ fn every_rule_is_used_and_every_call_is_allowed() {
 fn no_rule_is_wide_and_every_binding_joins_what_exists() {
     for source in KUSTOMIZATIONS {
         let objects = objects_of(source);
-        for role in objects.iter().filter(|found| ["Role", "ClusterRole"].contains(&found.kind())) {
+        for role in both(&objects, "Role") {
+            let name = role.name();
             for rule in list(&role.object["rules"]) {
                 for part in ["apiGroups", "resources", "verbs"] {
-                    assert!(
-                        !strings(&rule[part]).contains(&"*"),
-                        "{source}: {} grants all {part}",
-                        role.name()
-                    );
+                    assert!(!strings(&rule[part]).contains(&"*"), "{source}: {name} grants all {part}");
                 }
                 if strings(&rule["resources"]).contains(&"secrets") {
-                    assert!(
-                        list(&rule["resourceNames"]).count() == 1,
-                        "{source}: {} reads any secret",
-                        role.name()
-                    );
+                    let named = list(&rule["resourceNames"]).count();
+                    assert_eq!(named, 1, "{source}: {name} reads any secret");
                 }
             }
         }
         let mut bound = BTreeSet::new();
-        for binding in
-            objects.iter().filter(|found| ["RoleBinding", "ClusterRoleBinding"].contains(&found.kind()))
-        {
-            let role = (&binding.object["roleRef"]["kind"], &binding.object["roleRef"]["name"]);
-            let (kind, name) = (role.0.as_str().expect("a kind"), role.1.as_str().expect("a name"));
-            assert!(
-                objects.iter().any(|found| found.is(kind, name)),
-                "{source}: {} binds no role",
-                binding.name()
-            );
+        for binding in both(&objects, "RoleBinding") {
+            let role = &binding.object["roleRef"];
+            let [kind, name] = ["kind", "name"].map(|part| role[part].as_str().expect(part));
+            let is_there = objects.iter().any(|found| found.is(kind, name));
+            assert!(is_there, "{source}: {} binds no role", binding.name());
             bound.insert((kind, name));
             for subject in list(&binding.object["subjects"]) {
                 let account = objects.iter().any(|found| {
@@ -314,19 +255,14 @@ fn no_rule_is_wide_and_every_binding_joins_what_exists() {
             }
         }
         for role in roles(&objects) {
-            assert!(
-                bound.contains(&(role.kind(), role.name())),
-                "{source}: no account is bound to {}",
-                role.name()
-            );
+            let name = role.name();
+            assert!(bound.contains(&(role.kind(), name)), "{source}: no account is bound to {name}");
         }
         for found in &objects {
             let Some(pod) = pod_spec(&found.object) else { continue };
             let account = pod["serviceAccountName"].as_str().expect("an account");
-            assert!(
-                objects.iter().any(|found| found.is("ServiceAccount", account)),
-                "{source}: no account {account}"
-            );
+            let is_there = objects.iter().any(|found| found.is("ServiceAccount", account));
+            assert!(is_there, "{source}: no account {account}");
         }
     }
 }

@@ -200,20 +200,15 @@ fn every_socket_path_leads_to_the_drivers_socket() {
         let file = endpoint.rsplit('/').next().expect("a name");
         for container in containers(pod) {
             let Some(address) = flags(container).get("csi-address").copied() else {
+                let name = name(container);
                 assert!(
-                    ["deltapath", "faults", "loop-device-nodes"].contains(&name(container)),
-                    "{} asks no driver",
-                    name(container)
+                    ["deltapath", "faults", "loop-device-nodes"].contains(&name),
+                    "{name} asks no driver"
                 );
                 continue;
             };
-            let mounted = volume_at(container, address);
-            assert_eq!(
-                mounted.as_deref(),
-                Some(&*volume),
-                "{source}: {} looks for {address}",
-                name(container)
-            );
+            let (name, mounted) = (name(container), volume_at(container, address));
+            assert_eq!(mounted.as_deref(), Some(&*volume), "{source}: {name} looks for {address}");
             assert!(address.ends_with(&format!("/{file}")), "{source}: {address} is not {endpoint}");
         }
         let volumes: Vec<&Value> = list(&pod["volumes"]).collect();
@@ -260,13 +255,8 @@ fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
                 let at: BTreeSet<&str> = list(&container["volumeMounts"])
                     .filter_map(|mount| mount["mountPath"].as_str())
                     .collect();
-                for needed in [
-                    "/csi",
-                    "/dev",
-                    "/var/lib/kubelet/pods",
-                    "/var/lib/kubelet/plugins",
-                    flags(container)["data-dir"],
-                ] {
+                let kubelets = ["/var/lib/kubelet/pods", "/var/lib/kubelet/plugins"];
+                for needed in ["/csi", "/dev", flags(container)["data-dir"]].into_iter().chain(kubelets) {
                     assert!(at.contains(needed), "{who} lacks {needed}");
                 }
             }
@@ -315,38 +305,22 @@ fn selectors_ports_and_probes_meet() {
     for (found, pod) in pods(objects) {
         let template = &found.object["spec"]["template"]["metadata"]["labels"];
         if !["Pod", "CronJob"].contains(&found.kind()) {
-            assert!(
-                within(&found.object["spec"]["selector"]["matchLabels"], template),
-                "{}: {}",
-                found.source,
-                found.name()
-            );
+            let labels = &found.object["spec"]["selector"]["matchLabels"];
+            assert!(within(labels, template), "{}: {}", found.source, found.name());
         }
-        let mut names = BTreeSet::new();
-        let mut numbers = BTreeSet::new();
+        let (source, mut names, mut numbers) = (&found.source, BTreeSet::new(), BTreeSet::new());
         for container in containers(pod) {
             for port in list(&container["ports"]) {
-                assert!(
-                    names.insert(port["name"].as_str().expect("a name")),
-                    "{}: two ports of a name",
-                    found.source
-                );
-                assert!(
-                    numbers.insert(port["containerPort"].as_u64().expect("a port")),
-                    "{}: a port twice",
-                    found.source
-                );
+                let (name, number) = (port["name"].as_str(), port["containerPort"].as_u64());
+                assert!(names.insert(name.expect("a name")), "{source}: two ports of a name");
+                assert!(numbers.insert(number.expect("a port")), "{source}: a port twice");
             }
         }
         for container in containers(pod) {
             for probe in ["livenessProbe", "readinessProbe", "startupProbe"] {
                 let Some(port) = container[probe]["httpGet"]["port"].as_str() else { continue };
-                assert!(
-                    names.contains(port),
-                    "{}: {} probes {port}, which nobody serves",
-                    found.source,
-                    name(container)
-                );
+                let name = name(container);
+                assert!(names.contains(port), "{source}: {name} probes {port}, which nobody serves");
             }
         }
     }
@@ -381,11 +355,8 @@ fn ports_are_those_of_the_flags() {
             for flag in ["http-endpoint", "port"] {
                 let Some(value) = flags.get(flag) else { continue };
                 let port = value.rsplit(':').next().expect("a port");
-                assert!(
-                    declared.contains(port),
-                    "{source}: {} serves {port} and declares {declared:?}",
-                    name(container)
-                );
+                let name = name(container);
+                assert!(declared.contains(port), "{source}: {name} serves {port} and declares {declared:?}");
             }
         }
     }

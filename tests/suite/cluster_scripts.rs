@@ -79,9 +79,22 @@ impl Stage {
             .envs(environment.iter().copied())
             .output()
             .expect("run");
-        let text =
-            format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        (output.status.success(), text)
+        (output.status.success(), testkit::said(&output))
+    }
+
+    /// Runs a script that must succeed; its output.
+    #[track_caller]
+    fn succeeds(&self, script: &str, arguments: &[&str], environment: &[(&str, &str)]) -> String {
+        let (ok, said) = self.run(script, arguments, environment);
+        assert!(ok, "{script} {arguments:?}: {said}");
+        said
+    }
+
+    /// Runs a script that must fail and say why.
+    #[track_caller]
+    fn fails(&self, script: &str, arguments: &[&str], environment: &[(&str, &str)], why: &str) {
+        let (ok, said) = self.run(script, arguments, environment);
+        assert!(!ok && said.contains(why), "{script} {arguments:?}: {said}");
     }
 
     /// The calls since the last time.
@@ -106,8 +119,7 @@ fn assert_in_order(calls: &str, steps: &[&str]) {
 #[test]
 fn kind_up_makes_a_cluster_and_can_be_run_again() {
     let stage = Stage::all();
-    let (ok, said) = stage.run("hack/kind-up.sh", &[], &[]);
-    assert!(ok, "{said}");
+    let said = stage.succeeds("hack/kind-up.sh", &[], &[]);
     let steps = [
         "kind create cluster --name deltapath --image kindest/node:v1.37.0@sha256:",
         "image gateway-image router-image earlier-image backup-example-image cbt-backup-image",
@@ -131,32 +143,32 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
     let example = repository().join("deploy/backup/try.yaml");
     assert!(last[2].contains(&format!(" -f {}", example.display())) && example.exists(), "{said}");
     assert!(last[0].ends_with(" logs try-backup"), "{said}");
-    let (ok, said) = stage.run("hack/kind-up.sh", &["--no-build"], &[]);
-    assert!(ok && said.contains("is there already"), "{said}");
+    let said = stage.succeeds("hack/kind-up.sh", &["--no-build"], &[]);
+    assert!(said.contains("is there already"), "{said}");
     let calls = stage.calls();
     assert!(!calls.contains("create cluster") && !calls.contains("make "), "{calls}");
     assert_in_order(&calls, &steps[2..]);
-    let (ok, said) = stage.run("hack/install.sh", &["--distributed", "--chart"], &[]);
-    assert!(!ok && said.contains("helm is missing"), "{said}");
+    stage.fails("hack/install.sh", &["--distributed", "--chart"], &[], "helm is missing");
     stage.calls();
     let helm = Stage::new(&["kubectl", "helm"]);
-    let (ok, said) = helm.run("hack/install.sh", &["--distributed", "--chart"], &[]);
-    assert!(ok, "{said}");
+    helm.succeeds("hack/install.sh", &["--distributed", "--chart"], &[]);
     let calls = helm.calls();
     let chart =
         "deploy/chart/deltapath --kube-context kind-deltapath --namespace deltapath --create-namespace";
     assert_in_order(&calls, &["deploy/snapshot-controller/base", chart, "mode=distributed", "daemonset/"]);
     assert!(!calls.contains("deploy/overlays"), "{calls}");
-    let (ok, said) = helm.run("hack/install.sh", &["--overlay", "faults", "--chart"], &[]);
-    assert!(!ok && said.contains("--chart is not for the overlay faults"), "{said}");
-    let (ok, said) = stage.run("hack/kind-up.sh", &["--distributed"], &[]);
-    assert!(!ok && said.contains("has 1 nodes and 3 are asked for"), "{said}");
+    helm.fails(
+        "hack/install.sh",
+        &["--overlay", "faults", "--chart"],
+        &[],
+        "--chart is not for the overlay faults",
+    );
+    stage.fails("hack/kind-up.sh", &["--distributed"], &[], "has 1 nodes and 3 are asked for");
 
-    let (ok, said) = stage.run("hack/kind-down.sh", &[], &[]);
-    assert!(ok, "{said}");
+    stage.succeeds("hack/kind-down.sh", &[], &[]);
     assert_in_order(&stage.calls(), &["delete --kustomize", "kind delete cluster --name deltapath"]);
-    let (ok, said) = stage.run("hack/kind-down.sh", &[], &[]);
-    assert!(ok && said.contains("there is no cluster deltapath"), "{said}");
+    let said = stage.succeeds("hack/kind-down.sh", &[], &[]);
+    assert!(said.contains("there is no cluster deltapath"), "{said}");
 }
 
 #[test]
@@ -171,12 +183,12 @@ fn every_script_says_why_it_fails() {
         assert!(!ok && known, "{script}: {said}");
     }
     let stage = Stage::all();
-    let (ok, said) = stage.run("hack/kind-up.sh", &[], &[("DOCKER_FAILS", "1")]);
-    assert!(!ok && said.contains("docker does not answer"), "{said}");
-    let (ok, said) = stage.run("hack/e2e.sh", &[], &[("CLUSTER_FAILS", "1")]);
-    assert!(
-        !ok && said.contains("no cluster answers at kind-deltapath: hack/kind-up.sh makes one"),
-        "{said}"
+    stage.fails("hack/kind-up.sh", &[], &[("DOCKER_FAILS", "1")], "docker does not answer");
+    stage.fails(
+        "hack/e2e.sh",
+        &[],
+        &[("CLUSTER_FAILS", "1")],
+        "no cluster answers at kind-deltapath: hack/kind-up.sh makes one",
     );
 }
 
@@ -228,8 +240,8 @@ fn a_cluster_that_cannot_be_made_says_why() {
 #[test]
 fn the_smoke_test_runs_every_example_and_fails_on_a_wrong_delta() {
     let stage = Stage::all();
-    let (ok, said) = stage.run("hack/e2e.sh", &[], &[]);
-    assert!(ok && said.contains("all examples work"), "{said}");
+    let said = stage.succeeds("hack/e2e.sh", &[], &[]);
+    assert!(said.contains("all examples work"), "{said}");
     let calls = stage.calls();
     for example in crate::manifests::files("deploy/examples", "yaml") {
         assert!(
@@ -247,17 +259,19 @@ fn the_smoke_test_runs_every_example_and_fails_on_a_wrong_delta() {
             "pod block-2-backup",
         ],
     );
-    let (ok, said) = stage.run("hack/e2e.sh", &[], &[("DELTA", "0")]);
-    assert!(!ok && said.contains("the delta is to be one extent of 1048576 bytes at 268435456"), "{said}");
-    let (ok, said) = stage.run("hack/e2e.sh", &[], &[("PHASE", "Failed")]);
-    assert!(!ok && said.contains("the pod list-blocks failed"), "{said}");
+    stage.fails(
+        "hack/e2e.sh",
+        &[],
+        &[("DELTA", "0")],
+        "the delta is to be one extent of 1048576 bytes at 268435456",
+    );
+    stage.fails("hack/e2e.sh", &[], &[("PHASE", "Failed")], "the pod list-blocks failed");
 }
 
 #[test]
 fn remove_refuses_while_there_are_volumes() {
     let stage = Stage::all();
-    let (ok, said) = stage.run("hack/remove.sh", &[], &[("VOLUMES", "pv-1")]);
-    assert!(!ok && said.contains("there are volumes of deltapath still:\npv-1"), "{said}");
+    stage.fails("hack/remove.sh", &[], &[("VOLUMES", "pv-1")], "there are volumes of deltapath still:\npv-1");
     assert!(!stage.calls().contains(" delete "), "something was deleted");
 }
 
@@ -288,8 +302,7 @@ fn remove_deletes_nothing_where_kubectl_fails() {
         }
     }
     let failing = [("FAILING", "get pods --namespace space"), ("VOLUMES", "space claim")];
-    let (ok, said) = stage.run("hack/remove.sh", &["--volumes"], &failing);
-    assert!(!ok && said.contains("kubectl fails"), "{said}");
+    stage.fails("hack/remove.sh", &["--volumes"], &failing, "kubectl fails");
     let calls = stage.calls();
     assert!(calls.contains("get pods --namespace space") && !calls.contains(" delete "), "{calls}");
 }
@@ -298,16 +311,13 @@ fn remove_deletes_nothing_where_kubectl_fails() {
 #[test]
 fn remove_uninstalls_the_chart() {
     let stage = Stage::new(&["kubectl", "helm"]);
-    let (ok, said) =
-        stage.run("hack/remove.sh", &["--context", "there"], &[("RELEASES", "deltapath\ndeltapath")]);
-    assert!(ok, "{said}");
+    stage.succeeds("hack/remove.sh", &["--context", "there"], &[("RELEASES", "deltapath\ndeltapath")]);
     let calls = stage.calls();
     let uninstall = "helm uninstall deltapath --namespace deltapath --kube-context there --wait";
     assert_in_order(&calls, &["get pods --all-namespaces", uninstall, " delete --kustomize"]);
     assert_eq!(calls.matches("helm uninstall").count(), 1, "{calls}");
     let stage = Stage::all();
-    let (ok, said) = stage.run("hack/remove.sh", &[], &[("RELEASES", "deltapath")]);
-    assert!(!ok && said.contains("helm is missing"), "{said}");
+    stage.fails("hack/remove.sh", &[], &[("RELEASES", "deltapath")], "helm is missing");
     assert!(!stage.calls().contains(" delete "), "something was deleted");
 }
 
@@ -316,8 +326,7 @@ fn remove_uninstalls_the_chart() {
 fn remove_works_where_a_crd_is_missing() {
     let stage = Stage::all();
     for arguments in [&[] as &[&str], &["--volumes"]] {
-        let (ok, said) = stage.run("hack/remove.sh", arguments, &[]);
-        assert!(ok, "{arguments:?}: {said}");
+        stage.succeeds("hack/remove.sh", arguments, &[]);
         let calls = stage.calls();
         assert!(!calls.contains("get volumegroupsnapshotcontents"), "{calls}");
         assert_in_order(

@@ -2,11 +2,11 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use testkit::{PoolKind, names, signal, wait};
+use testkit::{PoolKind, names, said, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(testkit::program("deltapath"));
@@ -20,13 +20,7 @@ fn assert_clean(dir: &Path) {
     testkit::nothing_left(dir);
 }
 
-fn said(output: &Output) -> String {
-    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
-}
-
-#[rstest::rstest]
-#[test_with::root]
-#[test]
+#[apply(root_cases)]
 fn it_succeeds_on_every_pool_twice_in_a_row_and_leaves_nothing(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
@@ -35,11 +29,9 @@ fn it_succeeds_on_every_pool_twice_in_a_row_and_leaves_nothing(
         let output = demo(dir.path(), pool).output().expect("run");
         assert_eq!(output.status.code(), Some(0), "{}", said(&output));
         let text = String::from_utf8_lossy(&output.stdout);
-        assert!(
-            text.contains("GetMetadataDelta") && text.contains("OK: every tuple and every byte"),
-            "{text}"
-        );
-        assert!(text.contains('█') && text.contains('·'), "no map is drawn:\n{text}");
+        for part in ["GetMetadataDelta", "OK: every tuple and every byte", "█", "·"] {
+            assert!(text.contains(part), "no {part}:\n{text}");
+        }
         assert_clean(dir.path());
     }
 }
@@ -60,9 +52,7 @@ fn two_at_once_are_in_nobodys_way_and_json_tells_all_steps() {
     assert_clean(dir.path());
 }
 
-#[rstest::rstest]
-#[test_with::root]
-#[test]
+#[apply(root_cases)]
 fn a_signal_at_any_time_leaves_nothing(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
     #[values(Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP)] by: Signal,
@@ -80,9 +70,7 @@ fn a_signal_at_any_time_leaves_nothing(
 }
 
 /// Seen in this program: a demo that was killed left a driver that runs as root, a mounted pool and devices.
-#[rstest::rstest]
-#[test_with::root]
-#[test]
+#[apply(root_cases)]
 fn a_demo_that_is_killed_takes_its_driver_along(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
@@ -111,19 +99,4 @@ fn a_reader_that_leaves_early_leaves_nothing() {
     let output = child.wait_with_output().expect("output");
     assert_eq!((output.status.code(), said(&output).trim()), (Some(0), ""));
     assert_clean(dir.path());
-}
-
-#[test]
-fn wrong_usage_says_what_and_exits_with_2() {
-    for arguments in [
-        &["demo", "--size", "1Mi"][..],
-        &["demo", "--size", "lots"],
-        &["demo", "--pool", "zfs"],
-        &["nothing"],
-        &["driver"],
-    ] {
-        let output = Command::new(testkit::program("deltapath")).args(arguments).output().expect("run");
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", said(&output));
-        assert!(output.stdout.is_empty() && !output.stderr.is_empty());
-    }
 }

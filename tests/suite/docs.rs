@@ -7,10 +7,10 @@ use std::process::Command;
 
 use cbt::{MapFile, SegmentIndex};
 
-use crate::faults::{is_hashed, live, until};
+use crate::faults::{compared, live, until};
 use testkit::content::{Content, open_device};
 use testkit::pages::{blocks, quoted, read, rows, section};
-use testkit::{BLOCK, PoolKind, Rig};
+use testkit::{BLOCK, PoolKind, Rig, files_below};
 
 /// The pages that name commands, flags and make targets.
 const PAGES: [&str; 7] = [
@@ -106,23 +106,6 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
 }
 
 #[test]
-fn every_target_in_the_pages_exists() {
-    let (pages, makefile) = (pages(), read("Makefile"));
-    // Targets in code are after a backtick, or at the beginning of a line.
-    let mut targets: Vec<&str> = Vec::new();
-    for before in ["`make ", "\nmake "] {
-        let named = pages.split(before).skip(1);
-        targets.extend(named.filter_map(|rest| {
-            rest.split(|c: char| !c.is_ascii_lowercase() && !c.is_ascii_digit() && c != '-').next()
-        }));
-    }
-    assert!(targets.len() > 8, "only {targets:?} are found");
-    for target in targets {
-        assert!(makefile.contains(&format!("\n{target}:")), "the Makefile has no target {target}");
-    }
-}
-
-#[test]
 fn every_parameter_in_the_reference_is_accepted() {
     use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
     let page = read("docs/reference.md");
@@ -171,14 +154,8 @@ fn the_reference_has_the_metrics_of_the_programs_and_no_others() {
         (name.starts_with("deltapath_") || name.starts_with("cbt_earlier_")) && name.chars().all(is_part)
     };
     let mut code = String::new();
-    let mut left = vec!["src", "crates/kit/gateway/src", "crates/kit/router/src", "crates/kit/earlier/src"]
-        .into_iter()
-        .map(|dir| Path::new(env!("CARGO_MANIFEST_DIR")).join(dir))
-        .collect::<Vec<_>>();
-    while let Some(path) = left.pop() {
-        if path.is_dir() {
-            left.extend(std::fs::read_dir(&path).expect("list").map(|entry| entry.expect("entry").path()));
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+    for dir in ["src", "crates/kit/gateway/src", "crates/kit/router/src", "crates/kit/earlier/src"] {
+        for path in files_below(&Path::new(env!("CARGO_MANIFEST_DIR")).join(dir), "rs") {
             code.push_str(&std::fs::read_to_string(&path).expect("read"));
         }
     }
@@ -200,11 +177,6 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     let members = |path: &Path| -> Vec<u32> {
         MapFile::open(path).expect("open").segment(SegmentIndex(0)).expect("segment").into_iter().collect()
     };
-    let is_compared = |rig: &Rig, id: &str| {
-        let dir = live(rig, id);
-        let changed = MapFile::open(&dir.changed()).expect("open");
-        is_hashed(&dir) && (changed.header().relative_to.is_none() || changed.is_exact())
-    };
     for (block, letter) in [(0, b'A'), (1, b'B'), (2, b'C')] {
         content.write(&device, block, 1, letter);
     }
@@ -214,14 +186,14 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     }
     content.discard(&device, 0, 1);
     let second = rig.client.create_snapshot("2", &volume).await.expect("snapshot").snapshot_id;
-    until("the second is compared", || is_compared(&rig, &second)).await;
+    compared(&rig, &[&second]).await;
     assert_eq!(members(&live(&rig, &second).allocated()), [1, 2, 4], "{pool:?}");
     assert_eq!(members(&live(&rig, &second).changed()), [0, 2, 4], "{pool:?}");
     content.write(&device, 5, 1, b'F');
     content.discard(&device, 4, 1);
     content.write(&device, 2, 1, b'C');
     let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
-    until("the third is compared", || is_compared(&rig, &third)).await;
+    compared(&rig, &[&third]).await;
     assert_eq!(members(&live(&rig, &third).changed()), [2, 4, 5], "{pool:?}");
     assert_eq!(rig.changed(&first, &third).await, [0, 5], "{pool:?}");
 

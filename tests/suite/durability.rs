@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
-use deltapath::sys::{freeze, mount, program};
+use deltapath::sys::{freeze, mount};
 
-use testkit::{MIB, PoolKind, Rig, root_of};
+use testkit::{Beside, MIB, PoolKind, Rig, fsck, root_of};
 
 /// Rounds per pool; `DELTAPATH_FSCK_ROUNDS` sets another number.
 fn rounds() -> usize {
@@ -20,51 +20,38 @@ fn rounds() -> usize {
 /// A small database. It appends numbered records to a log, syncs each before it counts as written, and makes, renames and
 /// removes other files.
 struct Database {
-    stop: Arc<AtomicBool>,
     acknowledged: Arc<AtomicU64>,
-    thread: Option<std::thread::JoinHandle<std::io::Result<()>>>,
+    beside: Beside,
 }
 
 impl Database {
     fn open(dir: &Path) -> Self {
-        let (stop, acknowledged) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let thread = std::thread::spawn({
-            let (stop, acknowledged, dir) = (stop.clone(), acknowledged.clone(), dir.to_owned());
-            move || {
-                let mut log = File::create(dir.join("log"))?;
-                let mut number = 0u64;
-                while !stop.load(Ordering::Relaxed) {
-                    number += 1;
-                    log.write_all(&number.to_le_bytes().repeat(1 + number as usize % 20))?;
-                    log.write_all(&u64::MAX.to_le_bytes())?;
-                    log.sync_data()?;
-                    acknowledged.store(number, Ordering::SeqCst);
-                    let page = dir.join(format!("page.{}", number % 16));
-                    std::fs::write(page.with_extension("new"), number.to_le_bytes().repeat(512))?;
-                    std::fs::rename(page.with_extension("new"), &page)?;
-                    if number.is_multiple_of(5) {
-                        std::fs::remove_file(page)?;
-                    }
-                }
-                Ok(())
+        let acknowledged = Arc::new(AtomicU64::new(0));
+        let mut log = File::create(dir.join("log")).expect("create");
+        let (counted, dir, mut number) = (acknowledged.clone(), dir.to_owned(), 0u64);
+        let mut append = move || -> std::io::Result<()> {
+            number += 1;
+            log.write_all(&number.to_le_bytes().repeat(1 + number as usize % 20))?;
+            log.write_all(&u64::MAX.to_le_bytes())?;
+            log.sync_data()?;
+            counted.store(number, Ordering::SeqCst);
+            let page = dir.join(format!("page.{}", number % 16));
+            std::fs::write(page.with_extension("new"), number.to_le_bytes().repeat(512))?;
+            std::fs::rename(page.with_extension("new"), &page)?;
+            if number.is_multiple_of(5) {
+                std::fs::remove_file(page)?;
             }
-        });
-        Database { stop, acknowledged, thread: Some(thread) }
+            Ok(())
+        };
+        Database { acknowledged, beside: Beside::start(move || append().expect("write")) }
     }
 
     fn acknowledged(&self) -> u64 {
         self.acknowledged.load(Ordering::SeqCst)
     }
 
-    fn close(mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("open").join().expect("the writer").expect("write");
-    }
-}
-
-impl Drop for Database {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
+    fn close(self) {
+        self.beside.stop();
     }
 }
 
@@ -87,15 +74,6 @@ fn last_record(log: &Path) -> u64 {
     last
 }
 
-fn fsck(fs_type: &str, device: &Path) {
-    let checked = match fs_type {
-        "ext4" => program::run("e2fsck", &["-f", "-n"], device, |code| code == 0),
-        "xfs" => program::run("xfs_repair", &["-n"], device, |code| code == 0),
-        _ => program::run("btrfs", &["check", "--readonly", "--force"], device, |code| code == 0),
-    };
-    checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", base::report(&error)));
-}
-
 /// Writers on a filesystem while snapshots of it are taken. Each filesystem has every third of the rounds.
 #[apply(device_cases)]
 #[case::ext4(0, "ext4")]
@@ -109,9 +87,7 @@ async fn a_snapshot_holds_every_acknowledged_write(
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
     let database = Database::open(&target);
     while database.acknowledged() < 5 {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -135,30 +111,25 @@ async fn a_snapshot_holds_every_acknowledged_write(
         request.volume_capabilities.push(block_capability());
         request.volume_content_source = Some(from_snapshot(&snapshot));
         let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-        let seen = rig.client.publish(&restored, capability.clone(), false, &kubelet).await.expect("mount");
+        let seen = rig.publish(&restored, capability.clone()).await;
         let last = last_record(&seen.join("log"));
         assert!(last >= before, "{before} was acknowledged, {last} is there");
-        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+        rig.detach(&restored).await;
         let device = rig.attach(&restored).await;
         fsck(fs_type, &device);
-        rig.detach(&restored).await;
         rig.delete(&restored).await;
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
     }
     database.close();
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     rig.finish();
 }
 
 /// A freeze ends at its time limit even if nobody thaws, and a thaw after that fails.
 #[apply(device_cases)]
-async fn a_freeze_ends_with_its_bound(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
+async fn a_freeze_ends_with_its_bound(rig: Rig<Dir>, #[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability).await;
     let mounted = mount::mounted_at(&target).expect("mounts").expect("published");
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_millis(300)).expect("freeze");
     let frozen = frozen.expect("nobody else froze it");
@@ -168,6 +139,5 @@ async fn a_freeze_ends_with_its_bound(#[values("ext4", "xfs", "btrfs")] fs_type:
     let late = frozen.thaw();
     written.expect("still frozen after its bound").expect("join").expect("write");
     assert!(late.is_err(), "{fs_type}: a thaw after the bound fails, for a copy may be torn by then");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }

@@ -2,51 +2,43 @@
 
 use std::os::unix::fs::FileExt;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{self, blockdev};
 use proto::CapacityRange;
 use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, requests, status_code};
 
 fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRequest {
-    proto::NodeExpandVolumeRequest {
-        volume_id: volume.to_owned(),
-        volume_path: rig.kubelet().join(volume).join("target").display().to_string(),
-        capacity_range: Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 }),
-        ..Default::default()
-    }
+    let mut request = requests::node_expand(volume, rig.kubelet().join(volume).join("target"));
+    request.capacity_range = Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 });
+    request
 }
 
 /// Seen in other drivers: expansion changes only a record, and file, device and filesystem keep their size.
 #[apply(every_pool)]
 async fn file_device_and_filesystem_grow_while_in_use(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 400 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 400 * MIB, capability.clone()).await;
     std::fs::write(target.join("file"), "kept").expect("write");
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
         let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
         assert_eq!(expanded.capacity_bytes, bytes);
         assert!(expanded.node_expansion_required, "a filesystem grows on the node");
         assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
-        let request = node_expand(&rig, &volume, bytes);
-        let answer = rig.client.node.node_expand_volume(request).await;
+        let answer = rig.client.node.node_expand_volume(node_expand(&rig, &volume, bytes)).await;
         let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
         if fs_type == "ext4" && is_more && !may_grow_ext4 {
             // Without the capability the kernel does not grow a mounted ext4, so it grows at the next stage.
             assert_eq!(status_code(answer), Code::FailedPrecondition);
-            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-            rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+            rig.detach(&volume).await;
+            rig.publish(&volume, capability.clone()).await;
         } else {
             assert_eq!(answer.expect("node expand").into_inner().capacity_bytes, bytes);
         }
@@ -55,105 +47,13 @@ async fn file_device_and_filesystem_grow_while_in_use(
         assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
         assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     }
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
-}
-
-#[apply(device_cases)]
-async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
-    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
-) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
-    let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 400 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.client.expand_volume(&volume, 1000 * MIB).await.expect("expand");
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-    let space = sys::space(&target).expect("statvfs");
-    assert!(space.total > 800 << 20, "{fs_type}: {} bytes on a volume of 1000 MiB", space.total);
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
-}
-
-/// A smaller request is rounded up to the least that the filesystem needs. That is enough to be staged, staged again, and
-/// grown: the kernel does not resize a btrfs to less than 256 MiB.
-#[apply(device_cases)]
-async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
-    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
-) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
-    let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create");
-    let (id, size) = (volume.volume_id, volume.capacity_bytes);
-    let mut before = 0;
-    for _ in 0..2 {
-        let target = rig.client.publish(&id, capability.clone(), false, &kubelet).await.expect("publish");
-        before = sys::space(&target).expect("statvfs").total;
-        rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
-    }
-    rig.client.expand_volume(&id, size + 64 * MIB).await.expect("expand");
-    let target = rig.client.publish(&id, capability, false, &kubelet).await.expect("publish");
-    let after = sys::space(&target).expect("statvfs").total;
-    assert!(after > before + (32 << 20), "{fs_type}: {before} bytes, and {after} of 64 MiB more");
-    rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
-    rig.finish();
-}
-
-/// Seen in other drivers: after an expansion an old snapshot reports the new, larger capacity.
-#[apply(every_pool)]
-async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device, mut content) = rig.written_volume("growing", 8 * MIB, (100, 10, 1)).await;
-    let before = content.clone();
-    let small = rig.snapshot("small", &volume).await;
-    let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
-    let size = 20 * MIB + BLOCK as i64;
-    assert_eq!(expanded.capacity_bytes, size, "rounded up to a block");
-    assert!(!expanded.node_expansion_required, "a device has grown already");
-    assert_eq!(blockdev::size(&device).expect("size"), size as u64);
-    content.write(&device, 5000, 121, 2);
-    let large = rig.snapshot("large", &volume).await;
     rig.detach(&volume).await;
-    let device = rig.attach(&volume).await;
-    assert_eq!(blockdev::size(&device).expect("size"), size as u64);
-    content.assert_equals(&device, 0, size as u64 / BLOCK);
-
-    for (snapshot, capacity) in [(&small, 8 * MIB), (&large, size)] {
-        let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
-        assert_eq!(list.capacity, capacity as u64);
-        let same = rig.client.delta(snapshot, snapshot, capacity, 0).await.expect("at the end");
-        assert_eq!(same.capacity, capacity as u64);
-        assert_eq!(code(rig.client.allocated(snapshot, capacity + 1, 0).await), Code::OutOfRange);
-        let listed = rig
-            .client
-            .controller
-            .get_snapshot(proto::GetSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() });
-        let listed = listed.await.expect("get").into_inner().snapshot.expect("a snapshot");
-        assert_eq!(listed.size_bytes, capacity);
-    }
-    assert_eq!(rig.changed(&small, &large).await, content.changed_since(&before, BLOCK));
-
-    let (restored, device) = rig.volume_from("old size", 0, from_snapshot(&small)).await;
-    assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
-    before.assert_equals(&device, 0, 2048);
-    rig.detach(&restored).await;
-    rig.detach_and_finish(&volume).await;
 }
 
 #[apply(device_test)]
 async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--max-volume-size", "1Gi"], "info").await;
-    let volume = rig
-        .client
-        .create_volume(new_volume("raw", 8 * MIB, block_capability()))
-        .await
-        .expect("create")
-        .volume_id;
+    let volume = rig.volume("raw", 8 * MIB, block_capability()).await;
     let range = |required_bytes, limit_bytes| Some(CapacityRange { required_bytes, limit_bytes });
     let request = |volume: &str, capacity_range, volume_capability| proto::ControllerExpandVolumeRequest {
         volume_id: volume.to_owned(),
@@ -174,17 +74,14 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
         (request(&volume, range(16 * MIB, 0), Some(mount_capability("zfs"))), Code::InvalidArgument),
     ] {
         let shown = format!("{request:?}");
-        assert_eq!(
-            status_code(rig.client.controller.controller_expand_volume(request).await),
-            expected,
-            "{shown}"
-        );
+        let refused = status_code(rig.client.controller.controller_expand_volume(request).await);
+        assert_eq!(refused, expected, "{shown}");
     }
     for bytes in [0, 1, 8 * MIB] {
         let same = rig.client.expand_volume(&volume, bytes).await.expect("large enough already");
         assert_eq!(same.capacity_bytes, 8 * MIB);
     }
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     assert_eq!(std::fs::metadata(&image).expect("stat").len(), 8 << 20);
 
     rig.attach(&volume).await;
@@ -202,8 +99,7 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
 /// A crash between the steps for the file and the record leaves a file that is longer than the volume. A crash between the
 /// record and the device leaves a device that is shorter. The next use corrects both.
 #[apply(device_test)]
-async fn an_expansion_cut_short_is_put_right() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn an_expansion_cut_short_is_put_right(rig: Rig<Xfs>) {
     let (volume, device, mut content) = rig.written_volume("cut", 8 * MIB, (0, 2048, 3)).await;
     let dir = rig.pool_dir().join("volumes").join(&volume);
     rig.kill();
@@ -212,7 +108,7 @@ async fn an_expansion_cut_short_is_put_right() {
     drop(image);
     rig.start_again().await;
     let snapshot = rig.snapshot("after the crash", &volume).await;
-    let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
+    let copy = rig.snapshot_dir(&snapshot).data();
     assert_eq!(std::fs::metadata(&copy).expect("stat").len(), 8 << 20);
     assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
     content.assert_equals(&device, 0, 2048);
@@ -229,7 +125,7 @@ async fn an_expansion_cut_short_is_put_right() {
     assert_eq!(blockdev::size(&device).expect("size"), 16 << 20);
     content.write(&device, 4000, 96, 4);
     content.assert_equals(&device, 0, 4096);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// `--overcommit` limits the provisioned size. Without the flag volumes are thin and never refused for lack of space.
@@ -244,10 +140,8 @@ async fn overcommit_bounds_what_is_promised() {
     assert_eq!(room.maximum_volume_size, Some(room.available_capacity / BLOCK as i64 * BLOCK as i64));
     let request = |name: &str, bytes| new_volume(name, bytes, block_capability());
     let first = rig.client.create_volume(request("first", 10 * 1024 * MIB)).await.expect("fits").volume_id;
-    assert_eq!(
-        code(rig.client.create_volume(request("second", 10 * 1024 * MIB)).await),
-        Code::ResourceExhausted
-    );
+    let refused = code(rig.client.create_volume(request("second", 10 * 1024 * MIB)).await);
+    assert_eq!(refused, Code::ResourceExhausted);
     assert_eq!(code(rig.client.expand_volume(&first, 20 * 1024 * MIB).await), Code::ResourceExhausted);
     rig.client.expand_volume(&first, 12 * 1024 * MIB).await.expect("fits");
     let left = capacity(&rig).get_capacity(proto::GetCapacityRequest::default()).await.expect("capacity");
@@ -295,8 +189,7 @@ async fn overcommit_bounds_what_is_promised() {
 
 /// The part of the file past the end of the device cannot be written, so the new part of an expanded volume reads as zeros.
 #[apply(device_test)]
-async fn what_an_expansion_adds_reads_as_zeros() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn what_an_expansion_adds_reads_as_zeros(rig: Rig<Dir>) {
     let (volume, device) = rig.block_volume("zeros", 4 * MIB).await;
     rig.client.expand_volume(&volume, 8 * MIB).await.expect("expand");
     let mut bytes = vec![1; 4 << 20];
@@ -304,17 +197,15 @@ async fn what_an_expansion_adds_reads_as_zeros() {
     file.read_exact_at(&mut bytes, 4 << 20).expect("read");
     assert!(bytes.iter().all(|byte| *byte == 0));
     drop(file);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// The incident: the last sync of an expansion failed. The retry found the record large enough and answered OK, and a power
 /// cut brought back the old record.
 #[cfg(feature = "failpoints")]
 #[apply(device_test)]
-async fn a_retry_syncs_what_the_call_before_could_not() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let request = new_volume("volume", 8 * MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+async fn a_retry_syncs_what_the_call_before_could_not(rig: Rig<Dir>) {
+    let volume = rig.volume("volume", 8 * MIB, block_capability()).await;
     let dir = rig.pool_dir().join("volumes").join(&volume);
     let mut orders = Orders::new(rig.dir.path());
     let is_last = |point: &&Point| point.step == "sync" && point.path == dir;
@@ -328,5 +219,4 @@ async fn a_retry_syncs_what_the_call_before_could_not() {
     let expanded = rig.client.expand_volume(&volume, 24 * MIB).await.expect("the retry");
     assert_eq!(expanded.capacity_bytes, 24 * MIB);
     assert!(orders.withdraw().iter().any(|point| is_last(&point)), "it is not synced");
-    rig.finish();
 }

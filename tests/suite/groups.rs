@@ -4,20 +4,17 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use csi_client::{from_snapshot, mount_capability, new_volume};
+use csi_client::{from_snapshot, mount_capability};
 use tonic::Code;
 
 use crate::faults::until;
 use proto::ListSnapshotsRequest;
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, names, status_code};
-
-fn members(group: &proto::VolumeGroupSnapshot) -> Vec<String> {
-    group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect()
-}
+use testkit::order::group_image;
+use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, code, members, names, status_code};
 
 fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest {
     proto::GetVolumeGroupSnapshotRequest {
@@ -29,13 +26,11 @@ fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest 
 
 /// The bytes of a member of a group.
 fn image(rig: &Rig, group: &proto::VolumeGroupSnapshot, member: usize) -> PathBuf {
-    let group_dir = rig.pool_dir().join("groups").join(&group.group_snapshot_id);
-    group_dir.join("members").join(&group.snapshots[member].snapshot_id).join("bytes/data.img")
+    group_image(&rig.pool_dir(), &group.group_snapshot_id, &group.snapshots[member].snapshot_id)
 }
 
 #[apply(every_pool)]
-async fn a_group_is_made_once_and_goes_with_all_its_members(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_group_is_made_once_and_goes_with_all_its_members(rig: Rig<pool>) {
     let mut content = [Content::default(), Content::default()];
     let mut volumes = Vec::new();
     for (number, content) in content.iter_mut().enumerate() {
@@ -54,8 +49,7 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(pool: PoolKind) {
     let swapped: Vec<String> = volumes.iter().rev().cloned().collect();
     let again = rig.client.create_group("group", &swapped).await.expect("the same volumes");
     assert_eq!(again, group);
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     let again = rig.client.create_group("group", &volumes).await.expect("the same after a restart");
     assert_eq!(again, group);
     assert_eq!(code(rig.client.create_group("group", &volumes[..1]).await), Code::AlreadyExists);
@@ -109,12 +103,10 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(pool: PoolKind) {
     for volume in &volumes {
         rig.detach(volume).await;
     }
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_group_that_can_not_be_is_refused_and_leaves_nothing(rig: Rig<Xfs>) {
     let (volume, _) = rig.block_volume("volume", MIB).await;
     let both = [volume.clone(), volume.clone()];
     let half = [volume.clone(), "vol-00000000000000000000000000000000".to_owned()];
@@ -136,44 +128,37 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
     for dir in ["groups", "snapshots", "staging"] {
         assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Writes n = 1, 2, 3, ... to one file, flushes, then writes n to the other and flushes. Between the numbers are pauses
 /// without writes.
 struct Writer {
-    stop: Arc<AtomicBool>,
     written: Arc<AtomicU64>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    beside: Beside,
 }
 
 impl Writer {
     /// Returns once both files have a number of this writer. A number of an earlier writer would look like a B(n) without
     /// its A(n).
     fn start(first: File, second: File, pause: fn(u64) -> Duration) -> Self {
-        let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let thread = std::thread::spawn({
-            let (stop, written) = (stop.clone(), written.clone());
-            move || {
-                let mut number = 0u64;
-                while !stop.load(Ordering::Relaxed) {
-                    number += 1;
-                    for file in [&first, &second] {
-                        file.write_all_at(&number.to_le_bytes().repeat(512), 0).expect("write");
-                        file.sync_all().expect("flush");
-                    }
-                    written.store(number, Ordering::Relaxed);
-                    std::thread::sleep(pause(number));
-                }
+        let written = Arc::new(AtomicU64::new(0));
+        let (counted, mut number) = (written.clone(), 0u64);
+        let beside = Beside::start(move || {
+            number += 1;
+            for file in [&first, &second] {
+                file.write_all_at(&number.to_le_bytes().repeat(512), 0).expect("write");
+                file.sync_all().expect("flush");
             }
+            counted.store(number, Ordering::Relaxed);
+            std::thread::sleep(pause(number));
         });
         testkit::until("the writer writes", || written.load(Ordering::Relaxed) > 0);
-        Writer { stop, written, thread: Some(thread) }
+        Writer { written, beside }
     }
 
-    fn end(mut self) -> u64 {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("running").join().expect("the writer");
+    fn end(self) -> u64 {
+        self.beside.stop();
         self.written.load(Ordering::Relaxed)
     }
 }
@@ -190,8 +175,7 @@ fn number_at(path: &Path) -> u64 {
 /// device, flushes, then writes B(n) to another. No group may hold B(n) without A(n). Both orders of the devices in the
 /// request are tested, since a wrong order of cloning shows only with one of them.
 #[apply(every_pool)]
-async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(rig: Rig<pool>) {
     let mut volumes = Vec::new();
     let mut devices = Vec::new();
     for number in 0..2 {
@@ -259,21 +243,17 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(pool: PoolKin
     for volume in &volumes {
         rig.detach(volume).await;
     }
-    rig.finish();
 }
 
 /// Filesystems are frozen together. So a group of filesystems, with at most one raw device, succeeds under any load.
 #[apply(every_pool)]
-async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
+async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(rig: Rig<pool>) {
     let mut volumes = Vec::new();
     let mut targets = Vec::new();
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        targets.push(rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish"));
+        let volume = rig.volume(fs_type, 320 * MIB, capability.clone()).await;
+        targets.push(rig.publish(&volume, capability).await);
         volumes.push(volume);
     }
     let create = |target: &Path| {
@@ -297,15 +277,12 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolK
         writer.end();
         let mut numbers = Vec::new();
         for member in [first, second] {
-            let mut request = new_volume(&format!("restored {round} {member}"), 0, mount_capability(""));
-            request.volume_content_source = Some(from_snapshot(&group.snapshots[member].snapshot_id));
-            request.volume_capabilities = vec![mount_capability(["ext4", "xfs", "btrfs"][member])];
-            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
             let capability = mount_capability(["ext4", "xfs", "btrfs"][member]);
-            let target =
-                rig.client.publish(&restored, capability, false, &kubelet).await.expect("beside its source");
+            let source = from_snapshot(&group.snapshots[member].snapshot_id);
+            let name = format!("restored {round} {member}");
+            let restored = rig.made_from(&name, 0, capability.clone(), source).await;
+            let target = rig.publish(&restored, capability).await;
             numbers.push(number_at(&target.join("n")));
-            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
             rig.delete(&restored).await;
         }
         let [a, b] = numbers[..] else { unreachable!("two members") };
@@ -319,7 +296,6 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(pool: PoolK
     }
     drop(files);
     for volume in &volumes {
-        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+        rig.detach(volume).await;
     }
-    rig.finish();
 }

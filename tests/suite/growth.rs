@@ -9,16 +9,7 @@ use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::{GIB, MIB, PoolKind, Rig, code, status_code};
-
-fn node_expand(volume: &str, target: &Path) -> proto::NodeExpandVolumeRequest {
-    proto::NodeExpandVolumeRequest {
-        volume_id: volume.to_owned(),
-        volume_path: target.display().to_string(),
-        capacity_range: Some(CapacityRange::default()),
-        ..Default::default()
-    }
-}
+use testkit::{GIB, MIB, code, fsck, new_volume_from, requests, status_code};
 
 /// Writes some files, and checks them.
 fn write_files(dir: &Path) {
@@ -37,18 +28,7 @@ fn check_files(dir: &Path) {
 }
 
 fn run(program: &str, arguments: &[&str], device: &Path) {
-    let output = Command::new(program).args(arguments).arg(device).output().expect(program);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
-}
-
-/// Checks a filesystem on an unmounted device.
-fn fsck(fs_type: &str, device: &Path) {
-    match fs_type {
-        "ext4" => run("e2fsck", &["-f", "-n"], device),
-        "xfs" => run("xfs_repair", &["-n"], device),
-        _ => run("btrfs", &["check", "--readonly"], device),
-    }
+    testkit::ok(Command::new(program).args(arguments).arg(device));
 }
 
 /// The most bytes that the error names.
@@ -65,16 +45,18 @@ fn most(error: &csi_client::Error) -> i64 {
 #[case::xfs("xfs", 300 * MIB, &[(10, true), (1000, false), (1100, false), (30_000, false)])]
 #[case::btrfs("btrfs", 256 * MIB, &[(10, true), (1000, true), (1100, true), (30_000, true)])]
 async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
+    rig: Rig<Xfs>,
     #[case] fs_type: &str,
     #[case] least: i64,
     #[case] factors: &[(i64, bool)],
 ) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume("small", least, capability.clone());
-    let small = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&small, capability.clone(), false, &kubelet).await.expect("publish");
+    let small = new_volume("small", MIB, capability.clone());
+    let small = rig.client.create_volume(small).await.expect("create");
+    assert_eq!(small.capacity_bytes, least, "a smaller request is rounded up");
+    let small = small.volume_id;
+    let target = rig.publish(&small, capability.clone()).await;
     write_files(&target);
     let snapshot = rig.snapshot("small", &small).await;
     let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
@@ -83,9 +65,8 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
         for is_used in [false, true] {
             for is_restore in [true, false] {
                 let name = format!("{factor} {is_used} {is_restore}");
-                let mut request =
-                    new_volume(&name, if is_restore { size } else { least }, capability.clone());
-                request.volume_content_source = Some(from_snapshot(&snapshot));
+                let asked = if is_restore { size } else { least };
+                let request = new_volume_from(&name, asked, capability.clone(), from_snapshot(&snapshot));
                 let made = rig.client.create_volume(request).await;
                 if is_restore && !fits {
                     let refused = made.expect_err("it cannot grow so far");
@@ -95,7 +76,7 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                 }
                 let volume = made.expect("create").volume_id;
                 if is_used {
-                    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+                    rig.publish(&volume, capability.clone()).await;
                 }
                 if !is_restore {
                     match rig.client.expand_volume(&volume, size).await {
@@ -111,39 +92,34 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                         }
                     }
                     if is_used {
-                        let request = node_expand(&volume, &kubelet.join(&volume).join("target"));
+                        let request = requests::node_expand(&volume, kubelet.join(&volume).join("target"));
                         let answer = rig.client.node.node_expand_volume(request).await;
                         match fs_type == "ext4" && !may_grow_ext4 {
                             true => assert_eq!(status_code(answer), Code::FailedPrecondition),
                             false => drop(answer.expect("node expand")),
                         }
-                        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+                        rig.detach(&volume).await;
                     }
                 }
-                let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await;
-                let target = target.expect("publish");
+                let target = rig.publish(&volume, capability.clone()).await;
                 check_files(&target);
                 let total = sys::space(&target).expect("statvfs").total as i64;
                 assert!(!fits || total > size / 10 * 8, "{fs_type} has {total} bytes of {size}");
-                rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+                rig.detach(&volume).await;
                 let device = rig.attach(&volume).await;
                 fsck(fs_type, &device);
-                rig.detach(&volume).await;
-                rig.client.delete_volume(&volume).await.expect("delete");
+                rig.delete(&volume).await;
             }
         }
     }
     check_files(&target);
-    rig.client.unpublish(&small, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&small).await;
 }
 
 /// The incident: an ext4 of 64 MiB, made with mkfs' own reserve, was grown to 100 GiB. resize2fs left a filesystem that did not mount,
 /// and e2fsck moved the names of its root directory to lost+found.
 #[apply(device_test)]
-async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted(rig: Rig<Xfs>) {
     let capability = mount_capability("ext4");
     for (number, (from, to)) in
         [(64 * MIB, 100 * GIB), (8 * MIB, 10 * GIB), (32 * MIB, 40 * GIB)].into_iter().enumerate()
@@ -151,9 +127,9 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
         let (volume, device) = rig.block_volume(&format!("raw {number}"), from).await;
         run("mkfs.ext4", &["-q", "-F"], &device);
         rig.detach(&volume).await;
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let target = rig.publish(&volume, capability.clone()).await;
         write_files(&target);
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.detach(&volume).await;
 
         let request = proto::ControllerExpandVolumeRequest {
             volume_id: volume.clone(),
@@ -164,98 +140,84 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
         let refused = rig.client.controller.controller_expand_volume(request).await.expect_err("too far");
         assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
         let snapshot = rig.snapshot(&format!("taken {number}"), &volume).await;
-        let mut restore = new_volume(&format!("restored {number}"), to, capability.clone());
-        restore.volume_content_source = Some(from_snapshot(&snapshot));
+        let restore =
+            new_volume_from(&format!("restored {number}"), to, capability.clone(), from_snapshot(&snapshot));
         assert_eq!(code(rig.client.create_volume(restore).await), Code::OutOfRange);
 
         // As a device it may be of any size, for its user decides what is on it.
         let (large, _) = rig.volume_from(&format!("large {number}"), to, from_snapshot(&snapshot)).await;
         rig.detach(&large).await;
         for _ in 0..2 {
-            let target =
-                rig.client.publish(&large, capability.clone(), false, &kubelet).await.expect("publish");
+            let target = rig.publish(&large, capability.clone()).await;
             check_files(&target);
-            let request = node_expand(&large, &target);
+            let request = requests::node_expand(&large, &target);
             let refused = rig.client.node.node_expand_volume(request).await.expect_err("it is not so large");
             assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
-            assert!(
-                refused.message().contains("ext4") && refused.message().contains("copy the files"),
-                "{refused}"
-            );
-            rig.client.unpublish(&large, &kubelet).await.expect("unpublish");
+            let said = refused.message();
+            assert!(said.contains("ext4") && said.contains("copy the files"), "{said}");
+            rig.detach(&large).await;
         }
         let device = rig.attach(&large).await;
         fsck("ext4", &device);
         rig.detach(&large).await;
     }
-    rig.finish();
 }
 
 /// The incident: an ext4 with errors, restored into a larger volume, was never mounted, and the answer was the exit status of
 /// e2fsck. At its old size it was mounted.
 #[apply(device_test)]
-async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn an_ext4_with_errors_is_mounted_at_its_old_size(rig: Rig<Xfs>) {
     let capability = mount_capability("ext4");
-    let request = new_volume("source", 64 * MIB, capability.clone());
-    let source = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+    let (source, target) = rig.published("source", 64 * MIB, capability.clone()).await;
     write_files(&target);
     // A file in it loses its way, and that e2fsck -p does not repair.
     std::fs::create_dir(target.join("lost")).expect("mkdir");
     std::fs::write(target.join("lost/file"), "data").expect("write");
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    rig.detach(&source).await;
     let device = rig.attach(&source).await;
     run("debugfs", &["-w", "-R", "clri /lost"], &device);
     run("debugfs", &["-w", "-R", "ssv state 2"], &device);
     let snapshot = rig.snapshot("with errors", &source).await;
     rig.detach(&source).await;
-    let mut request = new_volume("larger", 128 * MIB, capability.clone());
-    request.volume_content_source = Some(from_snapshot(&snapshot));
-    let larger = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&larger, capability, false, &kubelet).await.expect("publish");
+    let larger = rig.made_from("larger", 128 * MIB, capability.clone(), from_snapshot(&snapshot)).await;
+    let target = rig.publish(&larger, capability).await;
     check_files(&target);
     let total = sys::space(&target).expect("statvfs").total as i64;
     assert!(total < 64 * MIB, "it grew to {total}");
     assert!(rig.log().contains("the ext4 has errors"), "{}", rig.log());
-    let request = node_expand(&larger, &target);
+    let request = requests::node_expand(&larger, &target);
     let refused = rig.client.node.node_expand_volume(request).await.expect_err("it has errors");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains("run e2fsck"), "{refused}");
-    rig.client.unpublish(&larger, &kubelet).await.expect("unpublish");
+    rig.detach(&larger).await;
 
     let device = rig.attach(&larger).await;
     let repaired = Command::new("e2fsck").args(["-f", "-y"]).arg(&device).output().expect("e2fsck");
     assert_eq!(repaired.status.code(), Some(1), "{repaired:?}");
     rig.detach(&larger).await;
-    let target =
-        rig.client.publish(&larger, mount_capability("ext4"), false, &kubelet).await.expect("publish");
-    assert!(
-        sys::space(&target).expect("statvfs").total as i64 > 100 * MIB,
-        "it is not grown once it is well"
-    );
-    rig.client.unpublish(&larger, &kubelet).await.expect("unpublish");
-    rig.finish();
+    let target = rig.publish(&larger, mount_capability("ext4")).await;
+    let total = sys::space(&target).expect("statvfs").total as i64;
+    assert!(total > 100 * MIB, "it is not grown once it is well");
+    rig.detach(&larger).await;
 }
 
 /// The incident: `NodeExpandVolume` of a filesystem that its user had frozen never returned, nor did a repeated stage of a frozen
 /// btrfs, and then the pod could not end.
 #[apply(device_cases)]
-async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(#[values("xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(
+    rig: Rig<Xfs>,
+    #[values("xfs", "btrfs")] fs_type: &str,
+) {
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume("files", 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published("files", 320 * MIB, capability.clone()).await;
     run("fsfreeze", &["--freeze"], &target);
     let patience = std::time::Duration::from_secs(30);
     let stage = || stage_of(&volume, &kubelet.join(&volume).join("staging"), capability.clone());
     let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
     staged.expect("a repeated stage hangs").expect("it is staged");
     rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-    let expanded = rig.client.node.node_expand_volume(node_expand(&volume, &target));
+    let expanded = rig.client.node.node_expand_volume(requests::node_expand(&volume, &target));
     let refused =
         tokio::time::timeout(patience, expanded).await.expect("it hangs").expect_err("it is frozen");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
@@ -263,22 +225,19 @@ async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(#[values("xfs", 
     let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
     staged.expect("a repeated stage hangs").expect("it is staged at its old size");
     run("fsfreeze", &["--unfreeze"], &target);
-    rig.client.node.node_expand_volume(node_expand(&volume, &target)).await.expect("it grows");
+    rig.client.node.node_expand_volume(requests::node_expand(&volume, &target)).await.expect("it grows");
     assert!(sys::space(&target).expect("statvfs").total > 500 << 20);
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }
 
 /// What a user makes on a device is mounted, whether it can grow or not: a btrfs whose only device is not its first, and one with
 /// `bigalloc`, which resize2fs does not grow.
 #[apply(device_test)]
-async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size(rig: Rig<Xfs>) {
     let (first, _) = rig.block_volume("first", 320 * MIB).await;
     let (second, _) = rig.block_volume("second", 320 * MIB).await;
     let device_of = |id: &str| {
-        let data = rig.pool_dir().join("volumes").join(id).join("bytes/data.img");
+        let data = rig.volume_dir(id).data();
         LoopDevice::find(&data).expect("find").expect("a device").path()
     };
     let (first_device, second_device) = (device_of(&first), device_of(&second));
@@ -295,10 +254,10 @@ async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size() {
     rig.detach(&second).await;
     rig.client.expand_volume(&second, 640 * MIB).await.expect("expand");
     let capability = mount_capability("btrfs");
-    let target = rig.client.publish(&second, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&second, capability).await;
     check_files(&target);
     assert!(sys::space(&target).expect("statvfs").total > 500 << 20, "device 2 of a btrfs grows");
-    rig.client.unpublish(&second, &kubelet).await.expect("unpublish");
+    rig.detach(&second).await;
 
     let (volume, device) = rig.block_volume("bigalloc", 64 * MIB).await;
     run("mkfs.ext4", &["-q", "-F", "-O", "bigalloc"], &device);
@@ -307,39 +266,32 @@ async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size() {
     let refused = rig.client.expand_volume(&volume, 128 * MIB).await.expect("as a device it may be larger");
     assert_eq!(refused.capacity_bytes, 128 * MIB);
     let capability = mount_capability("ext4");
-    let mut request = new_volume("larger", 128 * MIB, capability.clone());
-    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let request = new_volume_from("larger", 128 * MIB, capability.clone(), from_snapshot(&snapshot));
     assert_eq!(code(rig.client.create_volume(request).await), Code::OutOfRange);
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&volume, capability).await;
     write_files(&target);
-    let refused = rig.client.node.node_expand_volume(node_expand(&volume, &target)).await;
+    let refused = rig.client.node.node_expand_volume(requests::node_expand(&volume, &target)).await;
     assert_eq!(refused.expect_err("it does not grow").code(), Code::OutOfRange);
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }
 
 /// The incident: ext4 grown by less than a new block group needs stayed as it was, and each call answered OK with the new size.
 #[apply(device_test)]
-async fn an_ext4_grows_by_a_little() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn an_ext4_grows_by_a_little(rig: Rig<Xfs>) {
     let capability = mount_capability("ext4");
     for (from, to) in [(64 * MIB, 68 * MIB), (200 * MIB, 201 * MIB)] {
-        let request = new_volume(&format!("from {from}"), from, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let (volume, target) = rig.published(&format!("from {from}"), from, capability.clone()).await;
         write_files(&target);
         let before = sys::space(&target).expect("statvfs").total;
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.detach(&volume).await;
         rig.client.expand_volume(&volume, to).await.expect("expand");
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let target = rig.publish(&volume, capability.clone()).await;
         check_files(&target);
         let after = sys::space(&target).expect("statvfs").total;
         assert_eq!(after - before, (to - from) as u64, "from {from} to {to}");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.detach(&volume).await;
         let device = rig.attach(&volume).await;
         fsck("ext4", &device);
         rig.detach(&volume).await;
     }
-    rig.finish();
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use base::BlockRange;
 use cbt::{MapFile, MapWriter, SegmentIndex};
 
-use crate::faults::{is_hashed, live, until};
-use crate::retained::verify;
+use crate::faults::{hashed, is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, PoolKind, Rig, verify};
 
+/// Whether a snapshot is compared with the one before, hashed to its end or not.
 fn is_compared(rig: &Rig, snapshot: &str) -> bool {
     MapFile::open(&live(rig, snapshot).changed()).is_ok_and(|map| map.is_exact())
 }
@@ -90,7 +90,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
     let mut taken = Vec::new();
     for name in ["first", "second"] {
         let id = rig.snapshot(name, &volume).await;
-        until("hashed", || is_hashed(&live(&rig, &id))).await;
+        hashed(&rig, &[&id]).await;
         taken.push((id, content.clone()));
         content.write(&device, 1500, 1, 2);
     }
@@ -135,12 +135,10 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
 #[apply(device_test)]
 async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 1000, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (0, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let dir = live(&rig, &base);
-    until("hashed", || is_hashed(&dir)).await;
+    hashed(&rig, &[&base]).await;
     let hashes = std::fs::File::options().write(true).open(dir.hashes()).expect("open");
     hashes.write_all_at(b"damage", 3 * 4096 + 100).expect("damage a page");
     drop(hashes);

@@ -1,11 +1,10 @@
 //! Metrics, the health endpoint, and Probe.
 
 use std::collections::BTreeSet;
-use std::net::{SocketAddr, TcpListener};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use deltapath::sys::mount;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tonic::Code;
 
 use crate::volume_health::{
@@ -13,20 +12,16 @@ use crate::volume_health::{
     storage_tells, tells,
 };
 use testkit::content::Content;
-use testkit::{MIB, PATIENCE, PoolKind, Rig, eventually, status_code};
+use testkit::{MIB, PATIENCE, PoolKind, Rig, eventually, free_port, process_status, status_code};
 
-fn free_address() -> SocketAddr {
-    (std::net::Ipv4Addr::LOCALHOST, testkit::free_port()).into()
+/// A driver, and the port at which it answers over HTTP.
+async fn served(pool: PoolKind) -> (Rig, u16) {
+    let port = free_port();
+    (Rig::start_with(pool, &["--http-endpoint", &format!("127.0.0.1:{port}")], "info").await, port)
 }
 
-async fn get(address: SocketAddr, path: &str) -> (u16, String) {
-    let mut stream = tokio::net::TcpStream::connect(address).await.expect("connect");
-    let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.expect("send");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.expect("receive");
-    let status = answer.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line");
-    (status, answer.split_once("\r\n\r\n").expect("a body").1.to_owned())
+async fn get(port: u16, path: &str) -> (u16, String) {
+    testkit::scene::get(port, path).await.expect("an answer")
 }
 
 /// The value of a metric. The name includes the labels.
@@ -39,8 +34,7 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
 #[cfg(feature = "failpoints")]
 #[apply(device_test)]
 async fn the_backlog_is_what_is_still_to_be_hashed() {
-    let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
+    let (mut rig, port) = served(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
     let mut orders = testkit::orders::Orders::new(rig.dir.path());
     orders.hold(1, "hashing", 5_000);
@@ -52,13 +46,10 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
     rig.snapshot("second", &volume).await;
     content.write(&device, 200, 4, 3);
     rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
-    let (_, metrics) = get(address, "/metrics").await;
+    let (_, metrics) = get(port, "/metrics").await;
     let blocks = 10 + (10 + 3) + (10 + 3 + 4);
-    assert_eq!(
-        value(&metrics, "deltapath_hashing_backlog_bytes"),
-        Some(f64::from(blocks * 4096)),
-        "{metrics}"
-    );
+    let found = value(&metrics, "deltapath_hashing_backlog_bytes");
+    assert_eq!(found, Some(f64::from(blocks * 4096)), "{metrics}");
     orders.withdraw();
     rig.detach_and_finish(&volume).await;
 }
@@ -66,20 +57,15 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
 /// A client of the port may send any number of requests. They use only a few threads, so calls are not delayed.
 #[apply(device_test)]
 async fn a_flood_of_scrapes_takes_few_threads() {
-    let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Dir, &["--http-endpoint", &address.to_string()], "info").await;
-    let process = format!("/proc/{}/status", rig.pid());
-    let threads = || {
-        let status = std::fs::read_to_string(&process).expect("status");
-        let line = status.lines().find_map(|line| line.strip_prefix("Threads:")).expect("a count");
-        line.trim().parse::<usize>().expect("a number")
-    };
+    let (mut rig, port) = served(PoolKind::Dir).await;
+    let process = rig.pid();
+    let threads = || process_status(process, "Threads:");
     let (before, mut most) = (threads(), 0);
     let mut flood = tokio::task::JoinSet::new();
     // Fewer than the server takes at once: it closes the oldest of more.
     for number in 0..200 {
         let path = if number % 2 == 0 { "/metrics" } else { "/readyz" };
-        flood.spawn(get(address, path));
+        flood.spawn(get(port, path));
     }
     while let Some(answered) = flood.join_next().await {
         assert_eq!(answered.expect("join").0, 200);
@@ -92,10 +78,8 @@ async fn a_flood_of_scrapes_takes_few_threads() {
 
 #[apply(device_test)]
 async fn metrics_count_what_happened_and_no_label_is_a_clients() {
-    let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
-    let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
-    Content::default().write(&device, 0, 10, 1);
+    let (mut rig, port) = served(PoolKind::Xfs).await;
+    let (volume, ..) = rig.written_volume("counted", 8 * MIB, (0, 10, 1)).await;
     let snapshot = rig.snapshot("counted", &volume).await;
     rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
     for number in 0..50 {
@@ -103,16 +87,10 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         let get = proto::ControllerGetVolumeRequest { volume_id: format!("unknown-{number}") };
         rig.client.controller.controller_get_volume(get).await.expect_err("unknown");
     }
-    let deadline = Instant::now() + Duration::from_secs(30);
-    let (status, metrics) = loop {
-        let (status, metrics) = get(address, "/metrics").await;
-        // The snapshot is hashed in the background.
-        if value(&metrics, "deltapath_hashing_backlog_bytes") == Some(0.0) {
-            break (status, metrics);
-        }
-        assert!(Instant::now() < deadline, "never hashed:\n{metrics}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    };
+    // The snapshot is hashed in the background.
+    let backlog = async || value(&get(port, "/metrics").await.1, "deltapath_hashing_backlog_bytes");
+    eventually("it is hashed", async || backlog().await == Some(0.0)).await;
+    let (status, metrics) = get(port, "/metrics").await;
     assert_eq!(status, 200);
     for (name, expected) in [
         (r#"deltapath_rpc_total{method="CreateVolume",code="Ok"}"#, 1.0),
@@ -150,20 +128,18 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     for name in help {
         assert!(documented.contains(&format!("`{name}`")), "the reference does not name {name}");
     }
-    assert_eq!(get(address, "/healthz").await.0, 200);
-    assert_eq!(get(address, "/readyz").await.0, 200);
-    assert_eq!(get(address, "/").await.0, 404);
+    assert_eq!(get(port, "/healthz").await.0, 200);
+    assert_eq!(get(port, "/readyz").await.0, 200);
+    assert_eq!(get(port, "/").await.0, 404);
     rig.detach_and_finish(&volume).await;
 }
 
 /// The pool is unmounted under a running driver, which reports that, and reports when it is back.
 #[apply(device_test)]
 async fn a_probe_tells_when_the_pool_is_gone() {
-    let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--http-endpoint", &address.to_string()], "info").await;
+    let (mut rig, port) = served(PoolKind::Xfs).await;
     let pool = rig.pool_dir();
-    let request = csi_client::new_volume("volume", MIB, csi_client::block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("volume", MIB, csi_client::block_capability()).await;
     let ready = rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe").into_inner().ready;
     assert_eq!(ready, Some(true));
     let device = mount::mounted_at(&pool).expect("mounts").expect("the pool is mounted").source;
@@ -177,8 +153,8 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     }
     let gone = rig.client.identity.probe(proto::ProbeRequest {}).await;
     assert_eq!(status_code(gone), Code::FailedPrecondition);
-    assert_eq!(get(address, "/readyz").await.0, 503);
-    assert_eq!(get(address, "/healthz").await.0, 200, "the process itself is well");
+    assert_eq!(get(port, "/readyz").await.0, 503);
+    assert_eq!(get(port, "/healthz").await.0, 200, "the process itself is well");
     // While a copy of the mount is left in another mount namespace, only the same kind of mount is possible.
     let is_let_go = async || !deltapath::sys::blockdev::is_claimed(&device).expect("open");
     eventually("the device is let go", is_let_go).await;
@@ -190,40 +166,24 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     mount::mount(&device, &pool, "xfs", mount::Flags::empty(), "nouuid").expect("mount again");
     rig.client.identity.probe(proto::ProbeRequest {}).await.expect("back");
     assert_eq!(volume_health(&rig, &volume).await, []);
-    assert_eq!(get(address, "/readyz").await.0, 200);
+    assert_eq!(get(port, "/readyz").await.0, 200);
     rig.finish();
-}
-
-/// If the address is in use, the start fails and names the flag.
-#[apply(device_test)]
-async fn a_taken_metrics_address_is_an_error() {
-    let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let output = testkit::driver_command(dir.path(), PoolKind::Dir)
-        .args(["--http-endpoint", &taken.local_addr().expect("address").to_string()])
-        .stderr(std::process::Stdio::piped())
-        .output()
-        .expect("run");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("--http-endpoint"), "{said}");
 }
 
 /// Found from outside: 64 connections that asked for metrics without reading them held every place for ever.
 #[apply(device_test)]
 async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
-    let address = free_address();
-    let mut rig = Rig::start_with(PoolKind::Dir, &["--http-endpoint", &address.to_string()], "info").await;
+    let (mut rig, port) = served(PoolKind::Dir).await;
     let mut crowd = Vec::new();
     for _ in 0..300 {
-        let mut stream = tokio::net::TcpStream::connect(address).await.expect("connect");
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.expect("connect");
         let asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(2_000);
         // As much as is taken without reading an answer.
         let _ = tokio::time::timeout(Duration::from_millis(20), stream.write_all(&asked)).await;
         crowd.push(stream);
     }
     for path in ["/healthz", "/readyz"].repeat(5) {
-        let answer = tokio::time::timeout(PATIENCE, get(address, path)).await;
+        let answer = tokio::time::timeout(PATIENCE, get(port, path)).await;
         assert_eq!(answer.expect("in time").0, 200, "{path}");
     }
     rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe");
@@ -233,10 +193,10 @@ async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
 /// Whoever reads the log may stop: no call and no probe waits for it, nor does the end of the driver.
 #[apply(device_test)]
 async fn a_log_that_nobody_reads_stops_no_call() {
-    let (address, dir) = (free_address(), tempfile::tempdir().expect("temp dir"));
+    let (port, dir) = (free_port(), testkit::temp_dir());
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let mut driver = testkit::driver_command(dir.path(), PoolKind::Dir)
-        .args(["--http-endpoint", &address.to_string()])
+        .args(["--http-endpoint", &format!("127.0.0.1:{port}")])
         .env("RUST_LOG", "trace")
         .stderr(writer)
         .spawn()
@@ -249,7 +209,7 @@ async fn a_log_that_nobody_reads_stops_no_call() {
         while lost < 100.0 {
             let unknown = proto::ControllerGetVolumeRequest { volume_id: "x".repeat(10_000) };
             client.controller.controller_get_volume(unknown).await.expect_err("unknown");
-            let (_, metrics) = get(address, "/metrics").await;
+            let (_, metrics) = get(port, "/metrics").await;
             lost = value(&metrics, r#"deltapath_log_lines_dropped_total{output="stderr"}"#).unwrap_or(0.0);
         }
     };

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, delta_of, mount_capability, stage_of};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRng, TestRunner};
 use prost_reflect::prost::Message;
@@ -14,7 +14,7 @@ use proto::FILE_DESCRIPTOR_SET;
 use tonic::Code;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-use testkit::{MIB, PoolKind, Rig, status_code};
+use testkit::{MIB, PoolKind, Rig, new_volume_from, paths_below, requests, status_code};
 
 /// Ids of no object, in all shapes.
 fn hostile_ids() -> Vec<String> {
@@ -36,8 +36,6 @@ fn hostile_ids() -> Vec<String> {
     ]
 }
 
-// For requests without other fields the `..Default::default()` is needless.
-#[allow(clippy::needless_update)]
 #[apply(device_test)]
 async fn an_id_that_names_nothing_gets_the_specs_answer() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--enable-attach"], "info").await;
@@ -45,32 +43,26 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
     std::fs::create_dir(&staging).expect("mkdir");
     let path = staging.display().to_string();
     let target = rig.dir.path().join("target").display().to_string();
-    let volume = rig.client.create_volume(new_volume("real", MIB, block_capability())).await.expect("create");
-    let real = rig.snapshot("real", &volume.volume_id).await;
-    let capability = Some(block_capability());
-    let range = Some(proto::CapacityRange { required_bytes: MIB, limit_bytes: 0 });
+    let volume = rig.volume("real", MIB, block_capability()).await;
+    let real = rig.snapshot("real", &volume).await;
     for id in hostile_ids() {
         let (controller, node) = (&mut rig.client.controller, &mut rig.client.node);
         macro_rules! answers {
-            ($($code:ident: $client:ident.$method:ident $request:ident { $($field:ident: $value:expr),* };)*) => {$(
-                let answer = $client.$method(proto::$request { $($field: $value,)* ..Default::default() }).await;
+            ($($code:ident: $client:ident.$method:ident($request:expr);)*) => {$(
+                let answer = $client.$method($request).await;
                 let code = answer.map_or_else(|status| status.code(), |_| Code::Ok);
                 assert_eq!(code, Code::$code, "{} of {:.40?}", stringify!($method), id);
             )*};
         }
         // Deleting an unknown object succeeds.
         answers! {
-            Ok: controller.delete_volume DeleteVolumeRequest { volume_id: id.clone() };
-            Ok: controller.delete_snapshot DeleteSnapshotRequest { snapshot_id: id.clone() };
-            Ok: controller.controller_unpublish_volume ControllerUnpublishVolumeRequest {
-                volume_id: id.clone(), node_id: "node-1".into()
-            };
-            Ok: node.node_unpublish_volume NodeUnpublishVolumeRequest {
-                volume_id: id.clone(), target_path: target.clone()
-            };
-            Ok: node.node_unstage_volume NodeUnstageVolumeRequest {
-                volume_id: id.clone(), staging_target_path: path.clone()
-            };
+            Ok: controller.delete_volume(proto::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() });
+            Ok: controller.delete_snapshot(
+                proto::DeleteSnapshotRequest { snapshot_id: id.clone(), ..Default::default() }
+            );
+            Ok: controller.controller_unpublish_volume(requests::detach(&id, "node-1"));
+            Ok: node.node_unpublish_volume(requests::unpublish(&id, &target));
+            Ok: node.node_unstage_volume(requests::unstage(&id, &path));
         }
         // A filter without a match lists nothing.
         for (source_volume_id, snapshot_id) in [(id.clone(), String::new()), (String::new(), id.clone())] {
@@ -78,69 +70,50 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
             let list = controller.list_snapshots(request).await.expect("list").into_inner();
             assert!(list.entries.is_empty() && list.next_token.is_empty());
         }
+        let mut expand = proto::ControllerExpandVolumeRequest { volume_id: id.clone(), ..Default::default() };
+        expand.capacity_range = Some(proto::CapacityRange { required_bytes: MIB, limit_bytes: 0 });
+        let publish = requests::publish(&id, &path, &target, block_capability());
         answers! {
-            NotFound: controller.get_snapshot GetSnapshotRequest { snapshot_id: id.clone() };
-            NotFound: controller.controller_get_volume ControllerGetVolumeRequest { volume_id: id.clone() };
-            NotFound: controller.controller_get_volume_health ControllerGetVolumeHealthRequest {
-                volume_id: id.clone()
-            };
-            NotFound: controller.controller_expand_volume ControllerExpandVolumeRequest {
-                volume_id: id.clone(), capacity_range: range
-            };
-            NotFound: controller.controller_modify_volume ControllerModifyVolumeRequest {
-                volume_id: id.clone(), mutable_parameters: [("directIO".to_owned(), "true".to_owned())].into()
-            };
-            NotFound: controller.controller_publish_volume ControllerPublishVolumeRequest {
-                volume_id: id.clone(), node_id: "node-1".into(), volume_capability: capability.clone()
-            };
-            NotFound: controller.controller_publish_volume ControllerPublishVolumeRequest {
-                volume_id: volume.volume_id.clone(), node_id: id.clone(), volume_capability: capability.clone()
-            };
-            NotFound: controller.validate_volume_capabilities ValidateVolumeCapabilitiesRequest {
-                volume_id: id.clone(), volume_capabilities: vec![block_capability()]
-            };
-            NotFound: controller.create_snapshot CreateSnapshotRequest {
-                name: "of nothing".into(), source_volume_id: id.clone()
-            };
-            NotFound: node.node_stage_volume NodeStageVolumeRequest {
-                volume_id: id.clone(), staging_target_path: path.clone(), volume_capability: capability.clone()
-            };
-            NotFound: node.node_publish_volume NodePublishVolumeRequest {
-                volume_id: id.clone(), staging_target_path: path.clone(), target_path: target.clone(), volume_capability: capability.clone()
-            };
-            NotFound: node.node_get_volume_stats NodeGetVolumeStatsRequest {
-                volume_id: id.clone(), volume_path: path.clone()
-            };
-            NotFound: node.node_get_volume_health NodeGetVolumeHealthRequest { volume_id: id.clone() };
-            NotFound: node.node_expand_volume NodeExpandVolumeRequest {
-                volume_id: id.clone(), volume_path: path.clone()
-            };
+            NotFound: controller.get_snapshot(requests::snapshot(&id));
+            NotFound: controller.controller_get_volume(proto::ControllerGetVolumeRequest { volume_id: id.clone() });
+            NotFound: controller.controller_get_volume_health(requests::health(&id));
+            NotFound: controller.controller_expand_volume(expand);
+            NotFound: controller.controller_modify_volume(requests::modify(&id, &[("directIO", "true")]));
+            NotFound: controller.controller_publish_volume(requests::attach(&id, "node-1"));
+            NotFound: controller.controller_publish_volume(requests::attach(&volume, &id));
+            NotFound: controller.validate_volume_capabilities(requests::validate(&id, vec![block_capability()]));
+            NotFound: controller.create_snapshot(proto::CreateSnapshotRequest {
+                name: "of nothing".into(), source_volume_id: id.clone(), ..Default::default()
+            });
+            NotFound: node.node_stage_volume(stage_of(&id, &staging, block_capability()));
+            NotFound: node.node_publish_volume(publish);
+            NotFound: node.node_get_volume_stats(requests::stats(&id, &path));
+            NotFound: node.node_get_volume_health(
+                proto::NodeGetVolumeHealthRequest { volume_id: id.clone(), ..Default::default() }
+            );
+            NotFound: node.node_expand_volume(requests::node_expand(&id, &path));
         }
         let (groups, metadata) = (&mut rig.client.groups, &mut rig.client.metadata);
         answers! {
-            Ok: groups.delete_volume_group_snapshot DeleteVolumeGroupSnapshotRequest {
-                group_snapshot_id: id.clone(), snapshot_ids: vec![id.clone()]
-            };
-            NotFound: groups.get_volume_group_snapshot GetVolumeGroupSnapshotRequest {
-                group_snapshot_id: id.clone()
-            };
-            NotFound: groups.create_volume_group_snapshot CreateVolumeGroupSnapshotRequest {
-                name: "of nothing".into(), source_volume_ids: vec![volume.volume_id.clone(), id.clone()]
-            };
-            NotFound: metadata.get_metadata_allocated GetMetadataAllocatedRequest { snapshot_id: id.clone() };
+            Ok: groups.delete_volume_group_snapshot(proto::DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id: id.clone(), snapshot_ids: vec![id.clone()], ..Default::default()
+            });
+            NotFound: groups.get_volume_group_snapshot(
+                proto::GetVolumeGroupSnapshotRequest { group_snapshot_id: id.clone(), ..Default::default() }
+            );
+            NotFound: groups.create_volume_group_snapshot(proto::CreateVolumeGroupSnapshotRequest {
+                name: "of nothing".into(), source_volume_ids: vec![volume.clone(), id.clone()], ..Default::default()
+            });
+            NotFound: metadata.get_metadata_allocated(
+                proto::GetMetadataAllocatedRequest { snapshot_id: id.clone(), ..Default::default() }
+            );
+            NotFound: metadata.get_metadata_delta(delta_of(&id, &real));
+            NotFound: metadata.get_metadata_delta(delta_of(&real, &id));
         }
-        for (base, target) in [(&id, &real), (&real, &id)] {
-            answers! {
-                NotFound: metadata.get_metadata_delta GetMetadataDeltaRequest {
-                    base_snapshot_id: base.clone(), target_snapshot_id: target.clone()
-                };
-            }
+        for source in [csi_client::from_snapshot(&id), csi_client::from_volume(&id)] {
+            let request = new_volume_from("from nothing", MIB, block_capability(), source);
+            assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::NotFound);
         }
-        let mut request = new_volume("from nothing", MIB, block_capability());
-        request.volume_content_source = Some(csi_client::from_snapshot(&id));
-        assert_eq!(status_code(rig.client.controller.create_volume(request.clone()).await), Code::NotFound);
-        request.volume_content_source = Some(csi_client::from_volume(&id));
-        assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::NotFound);
     }
     assert!(!Path::new(&target).exists());
     rig.finish();
@@ -283,19 +256,10 @@ impl Fuzz<'_> {
 }
 
 /// All files below a directory, with their content.
-fn tree(dir: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
-    for entry in std::fs::read_dir(dir).expect("read_dir") {
-        let path = entry.expect("entry").path();
-        match path.is_dir() && !path.is_symlink() {
-            true => {
-                found.insert(path.clone(), Vec::new());
-                tree(&path, found);
-            }
-            false => {
-                found.insert(path.clone(), std::fs::read(&path).expect("read"));
-            }
-        }
-    }
+fn tree(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let content =
+        |path: &PathBuf| if path.is_dir() { Vec::new() } else { std::fs::read(path).expect("read") };
+    paths_below(dir).into_iter().map(|path| (path.clone(), content(&path))).collect()
 }
 
 /// Random requests, and random bytes, to every call of every service. The driver keeps running, returns only codes of the
@@ -312,9 +276,9 @@ fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
     let mut words = hostile_ids();
     runtime.block_on(async {
         for (name, capability) in [("block", block_capability()), ("mount", mount_capability("ext4"))] {
-            let volume = rig.client.create_volume(new_volume(name, MIB, capability)).await.expect("create");
-            let snapshot = rig.snapshot(name, &volume.volume_id).await;
-            words.extend([volume.volume_id, snapshot]);
+            let volume = rig.volume(name, MIB, capability).await;
+            let snapshot = rig.snapshot(name, &volume).await;
+            words.extend([volume, snapshot]);
         }
     });
     // None of these paths can be staged or published at: a file, a link, and a path that does not exist.
@@ -332,8 +296,7 @@ fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
     let pool = DescriptorPool::decode(FILE_DESCRIPTOR_SET).expect("the descriptors");
     let methods: Vec<_> = pool.services().flat_map(|service| service.methods().collect::<Vec<_>>()).collect();
     assert!(methods.len() > 30, "{} methods", methods.len());
-    let mut before = BTreeMap::new();
-    tree(&canary, &mut before);
+    let before = tree(&canary);
     let mut runner = TestRunner::new(Config::default());
     let mut fuzz = Fuzz { rng: runner.rng(), words: &words };
     let mut codes: BTreeMap<(String, String), usize> = BTreeMap::new();
@@ -380,8 +343,7 @@ fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
         *codes.entry((method.name().to_owned(), format!("{code:?}"))).or_default() += 1;
     }
     println!("{codes:#?}");
-    let mut after = BTreeMap::new();
-    tree(&canary, &mut after);
+    let after = tree(&canary);
     assert_eq!(before, after, "something outside the data directory was touched");
     assert!(!rig.log().contains("panicked"), "{}", rig.log());
     let reached = codes.iter().filter(|((_, code), _)| code == "Ok").count();

@@ -5,12 +5,12 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use csi_client::{block_capability, mount_capability, new_volume, stage_of};
+use csi_client::{block_capability, mount_capability, stage_of};
 use deltapath::sys::mount;
 use tonic::Code;
 
 use crate::node::publish_at;
-use testkit::{MIB, PoolKind, Rig};
+use testkit::{MIB, PoolKind, Rig, requests};
 
 #[track_caller]
 fn names(status: tonic::Status, field: &str, path: &Path) {
@@ -22,8 +22,7 @@ fn names(status: tonic::Status, field: &str, path: &Path) {
 
 /// The incident: a target that was a link to /etc got the volume mounted over /etc.
 #[apply(device_test)]
-async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_path_that_is_a_link_is_refused_by_every_node_call(rig: Rig<Dir>) {
     let kubelet = rig.kubelet();
     let (directory, file) = (rig.dir.path().join("etc"), rig.dir.path().join("a-file"));
     std::fs::create_dir(&directory).expect("mkdir");
@@ -34,9 +33,7 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
     symlink(&file, &to_file).expect("symlink");
     symlink(rig.dir.path().join("nothing"), &to_nothing).expect("symlink");
     for (name, capability) in [("files", mount_capability("ext4")), ("raw", block_capability())] {
-        let request = new_volume(name, 16 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let (volume, _) = rig.published(name, 16 * MIB, capability.clone()).await;
         let target = kubelet.join(&volume).join("target");
         crate::node::unpublish_at(&mut rig, &volume, &target).await;
         for link in [&to_directory, &to_file, &to_nothing] {
@@ -46,16 +43,10 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
             let stage = stage_of(&volume, link, capability.clone());
             let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
             names(refused, "staging_target_path", link);
-            let unpublish = proto::NodeUnpublishVolumeRequest {
-                volume_id: volume.clone(),
-                target_path: link.display().to_string(),
-            };
+            let unpublish = requests::unpublish(&volume, link);
             let refused = rig.client.node.node_unpublish_volume(unpublish).await.expect_err("unpublish");
             names(refused, "target_path", link);
-            let unstage = proto::NodeUnstageVolumeRequest {
-                volume_id: volume.clone(),
-                staging_target_path: link.display().to_string(),
-            };
+            let unstage = requests::unstage(&volume, link);
             let refused = rig.client.node.node_unstage_volume(unstage).await.expect_err("unstage");
             names(refused, "staging_target_path", link);
         }
@@ -63,9 +54,8 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
             assert_eq!(mount::mounted_at(place).expect("mounts"), None, "{}", place.display());
         }
         assert!(to_nothing.is_symlink() && !rig.dir.path().join("nothing").exists());
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.detach(&volume).await;
     }
-    rig.finish();
 }
 
 /// The target is exchanged for a link to another directory again and again while the volume is published. Nothing is ever mounted
@@ -75,9 +65,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 16 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, _) = rig.published("files", 16 * MIB, capability.clone()).await;
     let pod = rig.dir.path().join("pod");
     let (parent, victim) = (pod.join("parent"), rig.dir.path().join("victim"));
     std::fs::create_dir_all(&parent).expect("mkdir");
@@ -85,10 +73,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let target = parent.join("target");
     let is_over = AtomicBool::new(false);
     let mut client = rig.client.node.clone();
-    let unpublish = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: kubelet.join(&volume).join("target").display().to_string(),
-    };
+    let unpublish = requests::unpublish(&volume, kubelet.join(&volume).join("target"));
     client.node_unpublish_volume(unpublish).await.expect("unpublish");
     let request = publish_at(&rig, &volume, &target, capability, false);
     let aside = pod.join("aside");
@@ -111,11 +96,7 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
                     if mount::mounted_at(&victim).expect("mounts").is_some() {
                         return Err(());
                     }
-                    let unpublish = proto::NodeUnpublishVolumeRequest {
-                        volume_id: volume.clone(),
-                        target_path: target.display().to_string(),
-                    };
-                    let _ = client.node_unpublish_volume(unpublish).await;
+                    let _ = client.node_unpublish_volume(requests::unpublish(&volume, &target)).await;
                 }
                 Ok(())
             })
@@ -127,12 +108,8 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     while mount::mounted_at(&aside).expect("mounts").is_some() {
         mount::unmount_top(&aside).expect("unmount");
     }
-    let unpublish = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: target.display().to_string(),
-    };
-    client.node_unpublish_volume(unpublish).await.expect("unpublish");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    client.node_unpublish_volume(requests::unpublish(&volume, &target)).await.expect("unpublish");
+    rig.detach(&volume).await;
     testkit::nothing_left(rig.dir.path());
     rig.finish();
 }

@@ -1,10 +1,10 @@
 //! Lists: pages, tokens, filters.
 
-use csi_client::{block_capability, new_volume};
+use csi_client::block_capability;
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use tonic::Code;
 
-use testkit::{MIB, PoolKind, Rig, status_code};
+use testkit::{MIB, Rig, status_code};
 
 async fn volume_page(rig: &mut Rig, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };
@@ -22,43 +22,30 @@ async fn snapshots(rig: &mut Rig, request: ListSnapshotsRequest) -> (Vec<String>
 /// Seen in other drivers: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
 /// `next_token` is never set.
 #[apply(device_test)]
-async fn bad_tokens_are_refused_and_pages_are_whole() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn bad_tokens_are_refused_and_pages_are_whole(rig: Rig<Dir>) {
     let mut made = Vec::new();
     for number in 0..5 {
-        let request = new_volume(&format!("volume-{number}"), MIB, block_capability());
-        made.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        made.push(rig.volume(&format!("volume-{number}"), MIB, block_capability()).await);
     }
     made.sort();
 
     for token in ["0", "4294967295", "-1", "x", "vol-zz", &"9".repeat(10_000)] {
         let request = ListVolumesRequest { max_entries: 1, starting_token: token.to_owned() };
-        assert_eq!(
-            status_code(rig.client.controller.list_volumes(request).await),
-            Code::Aborted,
-            "{token:.20}"
-        );
+        let volumes = status_code(rig.client.controller.list_volumes(request).await);
         let request = ListSnapshotsRequest { starting_token: token.to_owned(), ..Default::default() };
-        assert_eq!(
-            status_code(rig.client.controller.list_snapshots(request).await),
-            Code::Aborted,
-            "{token:.20}"
-        );
+        let snapshots = status_code(rig.client.controller.list_snapshots(request).await);
+        assert_eq!([volumes, snapshots], [Code::Aborted; 2], "{token:.20}");
     }
     let negative = ListVolumesRequest { max_entries: -1, starting_token: String::new() };
     assert_eq!(status_code(rig.client.controller.list_volumes(negative).await), Code::InvalidArgument);
     let negative = ListSnapshotsRequest { max_entries: -1, ..Default::default() };
     assert_eq!(status_code(rig.client.controller.list_snapshots(negative).await), Code::InvalidArgument);
 
-    let mut listed = Vec::new();
-    let mut token = String::new();
-    loop {
+    let (mut token, mut listed) = (String::new(), Vec::new());
+    while listed.is_empty() || !token.is_empty() {
         let (page, next) = volume_page(&mut rig, 2, &token).await;
         assert!(page.len() <= 2);
         listed.extend(page);
-        if next.is_empty() {
-            break;
-        }
         token = next;
     }
     assert_eq!(listed, made);
@@ -70,18 +57,15 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
     rig.client.delete_volume(&made[1]).await.expect("delete");
     let (rest, _) = volume_page(&mut rig, 0, &token).await;
     assert_eq!(rest, made[2..]);
-    rig.finish();
 }
 
 /// Seen in other drivers: the list by source volume returns one of three.
 #[apply(device_test)]
-async fn snapshots_are_filtered_by_source_and_by_id() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn snapshots_are_filtered_by_source_and_by_id(rig: Rig<Dir>) {
     let mut of = [Vec::new(), Vec::new()];
     let mut volumes = Vec::new();
     for (number, taken) in of.iter_mut().enumerate() {
-        let request = new_volume(&format!("volume-{number}"), MIB, block_capability());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let volume = rig.volume(&format!("volume-{number}"), MIB, block_capability()).await;
         for snapshot in 0..3 {
             taken.push(rig.snapshot(&format!("snapshot-{number}-{snapshot}"), &volume).await);
         }
@@ -111,5 +95,4 @@ async fn snapshots_are_filtered_by_source_and_by_id() {
     rig.client.delete_volume(&volumes[0]).await.expect("delete");
     let by_source = ListSnapshotsRequest { source_volume_id: volumes[0].clone(), ..Default::default() };
     assert_eq!(snapshots(&mut rig, by_source).await.0, of[0]);
-    rig.finish();
 }

@@ -52,19 +52,8 @@ impl Found {
 
 /// The files below a directory, as paths relative to the repository.
 pub fn files(dir: &str, extension: &str) -> Vec<String> {
-    let mut found = Vec::new();
-    let mut left = vec![repository().join(dir)];
-    while let Some(path) = left.pop() {
-        if path.is_dir() {
-            left.extend(
-                std::fs::read_dir(&path).expect("read_dir").map(|entry| entry.expect("entry").path()),
-            );
-        } else if path.extension().is_some_and(|found| found == extension) {
-            found.push(path.strip_prefix(repository()).expect("below").display().to_string());
-        }
-    }
-    found.sort();
-    found
+    let below = testkit::files_below(&repository().join(dir), extension).into_iter();
+    below.map(|path| path.strip_prefix(repository()).expect("below").display().to_string()).collect()
 }
 
 fn plain_files() -> Vec<String> {

@@ -4,7 +4,7 @@
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::blockdev;
 use deltapath::sys::sweep::devices_below;
 use proto::VolumeCapability;
@@ -12,7 +12,7 @@ use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, requests, set_state, status_code};
 
 pub fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
@@ -26,35 +26,22 @@ pub fn publish_at(
     capability: VolumeCapability,
     readonly: bool,
 ) -> proto::NodePublishVolumeRequest {
-    proto::NodePublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: rig.kubelet().join(volume).join("staging").display().to_string(),
-        target_path: target.display().to_string(),
-        volume_capability: Some(capability),
-        readonly,
-        ..Default::default()
-    }
+    let staging = rig.kubelet().join(volume).join("staging");
+    let request = requests::publish(volume, staging, target, capability);
+    proto::NodePublishVolumeRequest { readonly, ..request }
 }
 
 pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
-    let request = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        target_path: target.display().to_string(),
-    };
-    rig.client.node.node_unpublish_volume(request).await.expect("unpublish");
+    rig.client.node.node_unpublish_volume(requests::unpublish(volume, target)).await.expect("unpublish");
 }
 
 /// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The
 /// child had a copy of the descriptor for a moment longer, so the target was busy.
 #[apply(device_test)]
-async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported(rig: Rig<Dir>) {
     let (volume, device) = rig.block_volume("raw", MIB).await;
     let held = std::fs::File::open(&device).expect("open");
-    let request = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: device.display().to_string(),
-    };
+    let request = requests::unpublish(&volume, &device);
     let reported = rig.client.node.node_unpublish_volume(request.clone()).await.expect_err("it is open");
     assert_eq!(reported.code(), Code::Internal, "{reported}");
     assert!(reported.message().contains("busy"), "{reported}");
@@ -64,12 +51,11 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
     });
     rig.client.node.node_unpublish_volume(request).await.expect("it is closed in a moment");
     closer.join().expect("join");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 #[apply(every_pool)]
-async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
     let meta = std::fs::symlink_metadata(&device).expect("stat");
     assert!(meta.file_type().is_block_device(), "{} is no block device", device.display());
@@ -84,55 +70,46 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(pool: Pool
     }
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 2048);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Seen in other drivers: `readonly` is ignored for Block volumes.
 #[apply(device_test)]
-async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device(rig: Rig<Xfs>) {
     let kubelet = rig.kubelet();
     let shared = with_mode(block_capability(), Mode::SingleNodeMultiWriter);
-    let volume = rig.client.create_volume(new_volume("raw", 8 * MIB, shared.clone())).await.expect("create");
-    let device =
-        rig.client.publish(&volume.volume_id, shared.clone(), true, &kubelet).await.expect("publish");
+    let volume = rig.volume("raw", 8 * MIB, shared.clone()).await;
+    let device = rig.client.publish(&volume, shared.clone(), true, &kubelet).await.expect("publish");
     let refused =
         std::fs::File::options().write(true).open(&device).and_then(|file| file.write_all_at(&[1; 4096], 0));
     assert!(refused.is_err(), "a read-only device took a write");
     let (second, third) = (rig.dir.path().join("second"), rig.dir.path().join("third"));
-    let beside = publish_at(&rig, &volume.volume_id, &second, shared.clone(), true);
+    let beside = publish_at(&rig, &volume, &second, shared.clone(), true);
     rig.client.node.node_publish_volume(beside).await.expect("a second reader");
-    let writable = publish_at(&rig, &volume.volume_id, &third, shared.clone(), false);
+    let writable = publish_at(&rig, &volume, &third, shared.clone(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(writable).await), Code::FailedPrecondition);
     assert!(!third.exists(), "a refused publish left its target");
-    let other = publish_at(&rig, &volume.volume_id, &second, shared.clone(), false);
+    let other = publish_at(&rig, &volume, &second, shared.clone(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(other).await), Code::AlreadyExists);
-    unpublish_at(&mut rig, &volume.volume_id, &second).await;
-    rig.client.unpublish(&volume.volume_id, &kubelet).await.expect("unpublish");
-    let device = rig.client.publish(&volume.volume_id, shared, false, &kubelet).await.expect("publish");
+    unpublish_at(&mut rig, &volume, &second).await;
+    rig.detach(&volume).await;
+    let device = rig.publish(&volume, shared).await;
     Content::default().write(&device, 0, 1, 1);
-    rig.client.unpublish(&volume.volume_id, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
 
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
     let target = rig.client.publish(&files, mount_capability("ext4"), true, &kubelet).await.expect("publish");
     let error = std::fs::write(target.join("file"), "x").expect_err("a read-only filesystem took a write");
     assert_eq!(error.raw_os_error(), Some(nix::libc::EROFS));
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&files).await;
 }
 
 /// Seen in other drivers: a crash between the mount and the record leaks the mount; unpublish answers `OK`
 /// and unmounts nothing. Here the record comes first and the kernel is asked.
 #[apply(every_pool)]
-async fn what_was_published_before_a_crash_is_found_and_undone(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
+async fn what_was_published_before_a_crash_is_found_and_undone(rig: Rig<pool>) {
     let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target =
-        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "written before").expect("write");
     rig.kill();
     let mut content = Content::default();
@@ -147,24 +124,20 @@ async fn what_was_published_before_a_crash_is_found_and_undone(pool: PoolKind) {
         set_state(&rig.pool_dir(), volume, serde_json::json!({}));
     }
     rig.start_again().await;
-    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&raw).await;
+    rig.detach(&files).await;
     let left: Vec<String> =
         leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
     assert!(left.is_empty(), "unpublish left {left:?}");
     testkit::no_device_left(&rig.pool_dir());
-    let target =
-        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let target = rig.publish(&files, mount_capability("ext4")).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"written before");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&files).await;
 }
 
 #[apply(device_test)]
-async fn node_calls_refuse_what_is_wrong() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let volume =
-        rig.client.create_volume(new_volume("raw", MIB, block_capability())).await.expect("create").volume_id;
+async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
+    let volume = rig.volume("raw", MIB, block_capability()).await;
     let staging = rig.dir.path().join("staging");
     std::fs::create_dir(&staging).expect("mkdir");
     let stage =
@@ -192,20 +165,16 @@ async fn node_calls_refuse_what_is_wrong() {
     }
     let target = rig.dir.path().join("target");
     let unstaged = publish_at(&rig, &volume, &target, block_capability(), false);
-    assert_eq!(
-        status_code(rig.client.node.node_publish_volume(unstaged.clone()).await),
-        Code::FailedPrecondition
-    );
+    let refused = status_code(rig.client.node.node_publish_volume(unstaged.clone()).await);
+    assert_eq!(refused, Code::FailedPrecondition);
     let nowhere = proto::NodePublishVolumeRequest { staging_target_path: String::new(), ..unstaged };
     assert_eq!(status_code(rig.client.node.node_publish_volume(nowhere).await), Code::FailedPrecondition);
     for (volume, target, expected) in
         [("", "/x", Code::InvalidArgument), (volume.as_str(), "", Code::InvalidArgument)]
     {
-        let request =
-            proto::NodeUnpublishVolumeRequest { volume_id: volume.into(), target_path: target.into() };
+        let request = requests::unpublish(volume, target);
         assert_eq!(status_code(rig.client.node.node_unpublish_volume(request).await), expected);
-        let request =
-            proto::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: target.into() };
+        let request = requests::unstage(volume, target);
         assert_eq!(status_code(rig.client.node.node_unstage_volume(request).await), expected);
     }
     // Published over its staging path, it would be unstaged by the unpublish.
@@ -215,40 +184,32 @@ async fn node_calls_refuse_what_is_wrong() {
         ..publish_at(&rig, &volume, &staging, block_capability(), false)
     };
     assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
-    let unstage =
-        proto::NodeUnstageVolumeRequest { volume_id: volume.clone(), staging_target_path: path.clone() };
-    rig.client.node.node_unstage_volume(unstage).await.expect("unstage");
+    rig.client.node.node_unstage_volume(requests::unstage(&volume, &path)).await.expect("unstage");
     // Nothing of ours is there, so nothing is undone, and the file of another program stays.
     std::fs::write(&target, "a stranger's").expect("write");
     unpublish_at(&mut rig, &volume, &target).await;
     assert_eq!(std::fs::read(&target).expect("read"), b"a stranger's");
     testkit::no_device_left(&rig.pool_dir());
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn a_device_has_the_size_of_its_volume_to_the_byte() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_device_has_the_size_of_its_volume_to_the_byte(rig: Rig<Xfs>) {
     for (number, bytes) in [4096, 3 << 19, (1 << 40) + 4096].into_iter().enumerate() {
         let (volume, device) = rig.block_volume(&format!("volume {number}"), bytes).await;
         assert_eq!(blockdev::size(&device).expect("size"), bytes as u64);
         rig.detach(&volume).await;
     }
-    rig.finish();
 }
 
 /// A restored volume is published read-only at many targets, as backup tools do it.
 #[apply(every_pool)]
 async fn a_restored_volume_is_read_at_many_places(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("", "ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
-    let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
-    let source = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+    let (source, target) = rig.published(&format!("source {fs_type}"), 300 * MIB, capability.clone()).await;
     let mut content = Content::default();
     match fs_type {
         "" => content.write(&target, 5, 5, 5),
@@ -257,9 +218,8 @@ async fn a_restored_volume_is_read_at_many_places(
     let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
     for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
         let readers = with_mode(capability.clone(), mode);
-        let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
-        request.volume_content_source = Some(from_snapshot(&snapshot));
-        let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+        let (name, source) = (format!("restored {fs_type} {mode:?}"), from_snapshot(&snapshot));
+        let restored = rig.made_from(&name, 0, readers.clone(), source).await;
         // Its source stays mounted for writing.
         let first = rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
         let second = rig.dir.path().join("second");
@@ -286,8 +246,7 @@ async fn a_restored_volume_is_read_at_many_places(
             }
         }
         unpublish_at(&mut rig, &restored, &second).await;
-        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+        rig.detach(&restored).await;
     }
-    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&source).await;
 }

@@ -10,22 +10,19 @@ use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
 use crate::node::{publish_at, with_mode};
-use crate::volume_health::{VolumeHealthErrorType, node_health};
+use crate::volume_health::{VolumeHealthErrorType, give_up, node_health};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, code, nothing_left, set_state, status_code};
 
 #[apply(every_pool)]
 async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
     let one = with_mode(mount_capability(fs_type), Mode::SingleNodeSingleWriter);
-    let request = new_volume("files", 300 * MIB, one.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("files", 300 * MIB, one.clone()).await;
     for round in 0..3 {
-        let target = rig.client.publish(&volume, one.clone(), false, &kubelet).await.expect("publish");
+        let target = rig.publish(&volume, one.clone()).await;
         let mount = deltapath::sys::mount::mounted_at(&target).expect("mountinfo").expect("mounted");
         assert_eq!(mount.fs_type, fs_type);
         for earlier in 0..round {
@@ -36,18 +33,15 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
         let another = publish_at(&rig, &volume, &second, one.clone(), false);
         let refused = rig.client.node.node_publish_volume(another).await;
         assert_eq!(status_code(refused), Code::FailedPrecondition, "one writer has one target");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish again");
+        rig.detach(&volume).await;
+        rig.detach(&volume).await;
         assert!(!target.exists());
     }
-    rig.finish();
 }
 
 /// A volume that holds data, or was made from a source, is never formatted, whatever `blkid` prints.
 #[apply(device_test)]
-async fn data_is_never_formatted_over() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn data_is_never_formatted_over(rig: Rig<Xfs>) {
     let mut request = new_volume("both", 16 * MIB, block_capability());
     request.volume_capabilities.push(mount_capability("ext4"));
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;
@@ -56,78 +50,29 @@ async fn data_is_never_formatted_over() {
     content.write(&device, 3000, 1, 9);
     let snapshot = rig.snapshot("raw bytes", &volume).await;
     rig.detach(&volume).await;
-    let blank =
-        rig.client.create_volume(new_volume("blank", 16 * MIB, block_capability())).await.expect("create");
-    let blank = rig.snapshot("nothing", &blank.volume_id).await;
+    let blank = rig.volume("blank", 16 * MIB, block_capability()).await;
+    let blank = rig.snapshot("nothing", &blank).await;
     let mut sources = vec![volume];
     for source in [snapshot, blank] {
-        let mut request = new_volume(&format!("from {source}"), 16 * MIB, mount_capability("ext4"));
-        request.volume_content_source = Some(from_snapshot(&source));
-        sources.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        let name = format!("from {source}");
+        let made = rig.made_from(&name, 16 * MIB, mount_capability("ext4"), from_snapshot(&source));
+        sources.push(made.await);
     }
     for (volume, why) in sources.iter().zip(["holds data", "holds data", "an empty source"]) {
-        let refused = rig.client.publish(volume, mount_capability("ext4"), false, &kubelet).await;
+        let refused = rig.try_publish(volume, mount_capability("ext4")).await;
         let refused = refused.expect_err("it is not to be formatted");
         assert_eq!(refused.code(), Code::FailedPrecondition);
         assert!(refused.to_string().contains(why), "{refused}");
-        rig.client.unpublish(volume, &kubelet).await.expect("unstage");
+        rig.detach(volume).await;
     }
     let device = rig.attach(&sources[0]).await;
     content.assert_equals(&device, 0, 4096);
     rig.detach(&sources[0]).await;
-    rig.finish();
-}
-
-/// If a restored volume is larger than its snapshot, its filesystem is grown to the volume's size.
-#[apply(device_cases)]
-async fn stage_grows_a_restored_filesystem_to_its_volume(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
-    let request = new_volume("small", 300 * MIB, mount_capability(fs_type));
-    let small = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target =
-        rig.client.publish(&small, mount_capability(fs_type), false, &kubelet).await.expect("publish");
-    std::fs::write(target.join("file"), "kept").expect("write");
-    let snapshot = rig.snapshot("small", &small).await;
-    let mut request = new_volume("large", 900 * MIB, mount_capability(fs_type));
-    request.volume_content_source = Some(from_snapshot(&snapshot));
-    let large = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target =
-        rig.client.publish(&large, mount_capability(fs_type), false, &kubelet).await.expect("publish");
-    let space = deltapath::sys::space(&target).expect("statvfs");
-    assert!(space.total > 700 << 20, "{fs_type} has {} bytes on a volume of 900 MiB", space.total);
-    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
-    for volume in [&small, &large] {
-        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
-    }
-    rig.finish();
-}
-
-/// A filesystem that the kernel has shut down answers everything with EIO. It can still be unmounted, and its volume can be
-/// deleted.
-#[apply(device_test)]
-async fn a_filesystem_that_is_shut_down_is_unpublished() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
-    let request = new_volume("files", 300 * MIB, mount_capability("xfs"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, mount_capability("xfs"), false, &kubelet).await;
-    let target = target.expect("publish");
-    let shutdown =
-        deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-    shutdown.expect("shutdown");
-    assert!(std::fs::metadata(&target).is_err(), "the filesystem still answers");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    nothing_left(rig.dir.path());
-    rig.delete(&volume).await;
-    rig.finish();
 }
 
 /// What our own mkfs wrote before it was interrupted may be overwritten, but not what the user wrote later.
 #[apply(device_test)]
-async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes(rig: Rig<Xfs>) {
     let mut request = new_volume("both", 16 * MIB, block_capability());
     request.volume_capabilities.push(mount_capability("ext4"));
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;
@@ -141,9 +86,9 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
         set_state(&pool_dir, &volume, serde_json::json!({ "formatting": true }));
     };
     cut_short();
-    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
-    assert!(target.expect("formatted again").join("lost+found").is_dir());
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let target = rig.publish(&volume, mount_capability("ext4")).await;
+    assert!(target.join("lost+found").is_dir());
+    rig.detach(&volume).await;
 
     cut_short();
     let device = rig.attach(&volume).await;
@@ -151,49 +96,36 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     content.write(&device, 100, 1, 1);
     content.assert_equals(&device, 0, 4096);
     rig.detach(&volume).await;
-    let refused = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    let refused = rig.try_publish(&volume, mount_capability("ext4")).await;
     assert_eq!(code(refused), Code::FailedPrecondition, "a user's bytes were formatted over");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
+    rig.detach(&volume).await;
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 4096);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// The incident: the kernel made a filesystem read-only after an error, or shut it down. The volume was published for a new pod with
 /// OK, and the pod met EROFS. Once it is unstaged everywhere, the next stage mounts it anew.
 #[apply(device_cases)]
 async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
+    rig: Rig<Xfs>,
     #[values("ext4", "xfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
     let mut capability = mount_capability(fs_type);
     if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type
         && fs_type == "ext4"
     {
         mount.mount_flags.push("errors=remount-ro".into());
     }
-    let request = new_volume("files", 300 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published("files", 300 * MIB, capability.clone()).await;
     let mut file = std::fs::File::create(target.join("file")).expect("create");
     file.write_all(b"kept").and_then(|()| file.sync_all()).expect("write");
     drop(file);
     std::fs::File::open(&target).and_then(|dir| dir.sync_all()).expect("sync");
+    give_up(&rig, fs_type, &target);
     let (reason, status) = match fs_type {
-        "ext4" => {
-            let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();
-            let name = device.file_name().expect("a name").to_owned();
-            let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
-            std::fs::write(trigger, "a test").expect("trigger an error");
-            ("FilesystemReadOnly", VolumeHealthErrorType::Degraded)
-        }
-        _ => {
-            let shutdown =
-                deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-            shutdown.expect("shutdown");
-            ("FilesystemShutDown", VolumeHealthErrorType::Inaccessible)
-        }
+        "ext4" => ("FilesystemReadOnly", VolumeHealthErrorType::Degraded),
+        _ => ("FilesystemShutDown", VolumeHealthErrorType::Inaccessible),
     };
     assert!(std::fs::write(target.join("file"), "lost").is_err(), "it still takes writes");
     let reported = node_health(&rig, &volume).await;
@@ -206,34 +138,31 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     let said = refused.message();
     assert!(said.contains("the kernel has") && said.contains(&volume) && said.contains("unstage"), "{said}");
     assert!(!target.exists(), "a refused publish left its target");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("mounted anew");
+    rig.detach(&volume).await;
+    let target = rig.publish(&volume, capability).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     std::fs::write(target.join("more"), "written").expect("write");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }
 
 fn fsfreeze(target: &Path) {
-    let status = std::process::Command::new("fsfreeze").arg("--freeze").arg(target).status();
-    assert!(status.expect("fsfreeze").success());
+    testkit::ok(std::process::Command::new("fsfreeze").arg("--freeze").arg(target));
 }
 
 /// The incident: a user froze a filesystem and did not thaw it. Unpublish and unstage answered OK, but the frozen filesystem
 /// stayed after its last unmount. The volume could not be deleted, and after the next stage each write hung.
 #[apply(device_cases)]
-async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_filesystem_that_its_user_left_frozen_is_thawed(
+    rig: Rig<Dir>,
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume("files", 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let publish = async |rig: &mut Rig| {
-        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish")
-    };
+    let volume = rig.volume("files", 320 * MIB, capability.clone()).await;
+    let publish = async |rig: &mut Rig| rig.publish(&volume, capability.clone()).await;
     let target = publish(&mut rig).await;
     fsfreeze(&target);
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     nothing_left(rig.dir.path());
     // As an older driver, or an unmount by hand, leaves it.
     for repair in ["stage", "delete"] {
@@ -248,8 +177,7 @@ async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs"
             std::fs::write(&node, "").expect("write");
             let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("it is held").path();
             deltapath::sys::mount::bind(&device, &node, false).expect("bind");
-            rig.client.unpublish(&volume, &kubelet).await.expect("nothing is mounted");
-            rig.client.delete_volume(&volume).await.expect("a frozen filesystem without a mount");
+            rig.delete(&volume).await;
             deltapath::sys::mount::unmount(&node).expect("unmount");
             break;
         }
@@ -257,7 +185,6 @@ async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs"
         let write = tokio::task::spawn_blocking(move || std::fs::write(target.join("file"), "written"));
         let written = tokio::time::timeout(std::time::Duration::from_secs(20), write).await;
         written.expect("a write hangs").expect("join").expect("write");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.detach(&volume).await;
     }
-    rig.finish();
 }

@@ -7,21 +7,17 @@ use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
 use crate::node::{publish_at, unpublish_at};
-use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, requests, state_path, status_code, swept_dir};
 
 /// The kubelet directory is a symbolic link, so the kernel shows mounts at the path that it leads to.
 #[apply(device_test)]
-async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_path_through_a_symlink_is_the_path_it_leads_to(rig: Rig<Xfs>) {
     let link = rig.dir.path().join("linked");
     std::fs::create_dir(rig.kubelet()).expect("mkdir");
     std::os::unix::fs::symlink(rig.kubelet(), &link).expect("symlink");
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    let request = new_volume("raw", MIB, block_capability());
-    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
+    let raw = rig.volume("raw", MIB, block_capability()).await;
     for (volume, capability) in [(&files, mount_capability("ext4")), (&raw, block_capability())] {
         for _ in 0..2 {
             rig.client.publish(volume, capability.clone(), false, &link).await.expect("publish");
@@ -33,30 +29,24 @@ async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
         assert!(left.is_empty(), "left mounted: {left:?}");
         rig.client.delete_volume(volume).await.expect("delete");
     }
-    rig.finish();
 }
 
 /// The incident: staging a volume failed after the path was recorded, and another volume was staged there. The unstage of
 /// the first volume unmounted the second.
 #[apply(device_test)]
-async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn an_unstage_leaves_what_another_volume_has_at_its_path(rig: Rig<Dir>) {
     let mut request = new_volume("raw", 16 * MIB, block_capability());
     request.volume_capabilities.push(mount_capability("ext4"));
     let raw = rig.client.create_volume(request).await.expect("create").volume_id;
     let device = rig.attach(&raw).await;
     Content::default().write(&device, 0, 5, 1);
     rig.detach(&raw).await;
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
     let path = rig.dir.path().join("staging");
     std::fs::create_dir(&path).expect("mkdir");
     let mut node = rig.client.node.clone();
     let stage = |volume: &str| stage_of(volume, &path, mount_capability("ext4"));
-    let unstage = |volume: &str| proto::NodeUnstageVolumeRequest {
-        volume_id: volume.to_owned(),
-        staging_target_path: path.display().to_string(),
-    };
+    let unstage = |volume: &str| requests::unstage(volume, &path);
     let refused = node.node_stage_volume(stage(&raw)).await;
     assert_eq!(status_code(refused), Code::FailedPrecondition, "it holds data and no filesystem");
     node.node_stage_volume(stage(&files)).await.expect("stage");
@@ -66,36 +56,28 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
     rig.client.delete_volume(&raw).await.expect("delete");
     node.node_unstage_volume(unstage(&files)).await.expect("unstage");
     assert!(leftovers(rig.dir.path()).is_empty());
-    rig.finish();
 }
 
 /// A path where something else is mounted is refused before it is recorded. So undoing the refused call does not unmount
 /// it.
 #[apply(device_test)]
-async fn what_is_not_ours_is_never_undone() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn what_is_not_ours_is_never_undone(rig: Rig<Xfs>) {
     let kubelet = rig.kubelet();
     let mut volumes = Vec::new();
     for name in ["one", "two"] {
-        let request = new_volume(name, 16 * MIB, mount_capability("ext4"));
-        volumes.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        volumes.push(rig.volume(name, 16 * MIB, mount_capability("ext4")).await);
     }
-    let target = rig.client.publish(&volumes[0], mount_capability("ext4"), false, &kubelet).await;
-    let target = target.expect("publish");
+    let target = rig.publish(&volumes[0], mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "kept").expect("write");
     let staging = kubelet.join(&volumes[0]).join("staging");
 
     let stage = stage_of(&volumes[1], &staging, mount_capability("ext4"));
     assert_eq!(status_code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
-    let unstage = proto::NodeUnstageVolumeRequest {
-        volume_id: volumes[1].clone(),
-        staging_target_path: stage.staging_target_path,
-    };
+    let unstage = requests::unstage(&volumes[1], stage.staging_target_path);
     rig.client.node.node_unstage_volume(unstage).await.expect("nothing to undo");
     assert_eq!(std::fs::read(staging.join("file")).expect("still mounted"), b"kept");
 
-    let second = rig.client.publish(&volumes[1], mount_capability("ext4"), false, &kubelet).await;
-    let second = second.expect("publish at its own place");
+    let second = rig.publish(&volumes[1], mount_capability("ext4")).await;
     unpublish_at(&mut rig, &volumes[1], &second).await;
     let taken = publish_at(&rig, &volumes[1], &target, mount_capability("ext4"), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(taken).await), Code::FailedPrecondition);
@@ -109,29 +91,24 @@ async fn what_is_not_ours_is_never_undone() {
     unpublish_at(&mut rig, &volumes[1], &file).await;
     assert_eq!(std::fs::read(&file).expect("read"), b"kept");
 
-    let request = new_volume("raw", MIB, block_capability());
-    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    let raw = rig.volume("raw", MIB, block_capability()).await;
     rig.attach(&raw).await;
-    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    rig.detach(&raw).await;
     let staging = kubelet.join(&raw).join("staging");
     std::fs::create_dir_all(&staging).expect("mkdir");
-    let stage = stage_of(&raw, &staging, block_capability());
-    rig.client.node.node_stage_volume(stage).await.expect("stage");
+    rig.client.node.node_stage_volume(stage_of(&raw, &staging, block_capability())).await.expect("stage");
     let over = publish_at(&rig, &raw, &file, block_capability(), false);
     assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
     unpublish_at(&mut rig, &raw, &file).await;
     assert_eq!(std::fs::read(&file).expect("read"), b"kept");
     for volume in volumes.iter().chain([&raw]) {
-        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
-        rig.client.delete_volume(volume).await.expect("delete");
+        rig.delete(volume).await;
     }
-    rig.finish();
 }
 
 /// The state of a volume cannot be read. An unpublish removes only the named mount; the other mounts and the record stay.
 #[apply(device_test)]
-async fn an_unpublish_without_its_record_takes_nothing_else_away() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn an_unpublish_without_its_record_takes_nothing_else_away(rig: Rig<Dir>) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let node = state_path(&rig.pool_dir(), &volume);
     let aside = node.with_extension("aside");
@@ -141,13 +118,10 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     let stranger = rig.dir.path().join("second-target");
     std::fs::write(&stranger, "").expect("make a target");
     deltapath::sys::mount::bind(&device, &stranger, false).expect("bind");
-    let request = proto::NodeUnpublishVolumeRequest {
-        volume_id: volume.clone(),
-        target_path: stranger.display().to_string(),
-    };
+    let request = requests::unpublish(&volume, &stranger);
     rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
     assert!(!stranger.exists());
-    let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let data = rig.volume_dir(&volume).data();
     assert!(
         deltapath::sys::loopdev::LoopDevice::find(&data).expect("find").is_some(),
         "the device was freed while in use"
@@ -156,14 +130,13 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     std::fs::remove_dir(&node).expect("rmdir");
     std::fs::rename(&aside, &node).expect("rename");
     std::fs::write(&device, [7; 4096]).expect("the device serves on");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// The incident: while one volume was being formatted, another was mounted at its path, and the first was mounted over it.
 /// Neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
 #[apply(device_test)]
-async fn two_volumes_never_share_a_place() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn two_volumes_never_share_a_place(rig: Rig<Xfs>) {
     let place = rig.kubelet().join("place");
     std::fs::create_dir_all(&place).expect("mkdir");
     let mut stages = Vec::new();
@@ -184,22 +157,17 @@ async fn two_volumes_never_share_a_place() {
     let mounts = deltapath::sys::mount::mounts().expect("mounts");
     assert_eq!(mounts.iter().filter(|mount| mount.mount_point == place).count(), 1, "stacked");
     for stage in stages {
-        let request = proto::NodeUnstageVolumeRequest {
-            volume_id: stage.volume_id.clone(),
-            staging_target_path: stage.staging_target_path,
-        };
+        let request = requests::unstage(&stage.volume_id, stage.staging_target_path);
         rig.client.node.node_unstage_volume(request).await.expect("unstage");
         rig.client.delete_volume(&stage.volume_id).await.expect("delete");
     }
-    rig.finish();
 }
 
 /// The incident: partitions that were added to a published device stayed on the loop device after the volume was deleted, and the next
 /// volume on that device could be read through them. One that is still open when the next volume is attached is not
 /// taken over either.
 #[apply(device_test)]
-async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn partitions_that_somebody_added_to_a_device_go_with_the_volume(rig: Rig<Xfs>) {
     let partitions = |device: &Path| {
         let name = device.file_name().expect("a name").to_string_lossy().into_owned();
         let below = testkit::names(&Path::new("/sys/block").join(&name));
@@ -231,12 +199,9 @@ async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
     rig.attach(&volume).await;
-    assert_eq!(
-        partitions(&device_of(&rig.pool_dir())),
-        0,
-        "the next volume can be read through an old partition"
-    );
-    rig.detach_and_finish(&volume).await;
+    let found = partitions(&device_of(&rig.pool_dir()));
+    assert_eq!(found, 0, "the next volume can be read through an old partition");
+    rig.detach(&volume).await;
 }
 
 /// The incident: a device that somebody had made read-only stayed so after its volume was deleted, and the next volume on it could be
@@ -278,8 +243,7 @@ async fn what_somebody_set_on_a_device_goes_with_the_volume() {
 #[test]
 fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
     use deltapath::sys::loopdev::{Access, FileId, LoopDevice};
-    let dir = testkit::temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));
     for path in [&ours, &strangers] {
         std::fs::File::create(path).and_then(|file| file.set_len(MIB as u64)).expect("make");

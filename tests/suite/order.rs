@@ -15,7 +15,7 @@ use tonic::Code;
 
 use crate::faults::Disk;
 use testkit::order::{WRITER_BYTES, Writers, group_image, image, violations};
-use testkit::{MIB, PoolKind, Rig};
+use testkit::{MIB, PoolKind, Rig, new_volume_from};
 
 const WRITERS: u64 = 4;
 const CAPACITY: u64 = WRITERS * WRITER_BYTES;
@@ -143,8 +143,7 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
         let made = match is_clone {
             false => rig.client.create_snapshot(&name, &source).await.map(|made| made.snapshot_id),
             true => {
-                let mut request = new_volume(&name, 0, block_capability());
-                request.volume_content_source = Some(from_volume(&source));
+                let request = new_volume_from(&name, 0, block_capability(), from_volume(&source));
                 rig.client.create_volume(request).await.map(|made| made.volume_id)
             }
         };
@@ -174,12 +173,8 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
 /// Groups of a raw device and a mounted filesystem, with the data on one and the log on the other, and the reverse.
 async fn device_and_filesystem(pool: PoolKind, place: Place) {
     let mut rig = place.start(pool).await;
-    let kubelet = rig.kubelet();
     let (raw, device) = raw_volume(&mut rig, "raw", true).await;
-    let request = new_volume("ext4", CAPACITY as i64 + 16 * MIB, mount_capability("ext4"));
-    let mounted = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    let root =
-        rig.client.publish(&mounted, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (mounted, root) = rig.published("ext4", CAPACITY as i64 + 16 * MIB, mount_capability("ext4")).await;
     let file = root.join("written");
     File::create(&file)
         .and_then(|file| {
@@ -199,16 +194,14 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
             let name = format!("{phase} {round}");
             let group = rig.client.create_group(&name, &volumes).await.expect("a frozen one and one device");
             let took = started.elapsed();
-            let ids: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+            let ids = testkit::members(&group);
             let raw_copy = group_image(&rig.pool_dir(), &group.group_snapshot_id, &ids[0]);
-            let mut restored = new_volume(&name, 0, mount_capability("ext4"));
-            restored.volume_content_source = Some(from_snapshot(&ids[1]));
+            let restored = new_volume_from(&name, 0, mount_capability("ext4"), from_snapshot(&ids[1]));
             let restored = rig.client.create_volume(restored).await.expect("restore").volume_id;
-            let seen = rig.client.publish(&restored, mount_capability("ext4"), false, &kubelet).await;
-            let seen = seen.expect("publish").join("written");
+            let seen = rig.publish(&restored, mount_capability("ext4")).await;
+            let seen = seen.join("written");
             let copy_of = |path: &Path| if path == device { raw_copy.clone() } else { seen.clone() };
             tally.add(round, took, &violations(&copy_of(data), &copy_of(log), WRITERS, first));
-            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
             rig.delete(&restored).await;
             rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("DeleteVolumeGroupSnapshot");
         }
@@ -217,7 +210,7 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
         tally.end_writers(writers);
     }
     tally.report(&format!("{} {}, a group of a device and a filesystem", pool.name(), place.name));
-    rig.client.unpublish(&mounted, &kubelet).await.expect("unpublish");
+    rig.detach(&mounted).await;
     rig.detach_and_finish(&raw).await;
 }
 
@@ -245,7 +238,7 @@ async fn two_devices(pool: PoolKind, place: Place) {
             Ok(group) => group,
         };
         let took = started.elapsed();
-        let ids: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+        let ids = testkit::members(&group);
         let [data, log] =
             [0, 1].map(|member| group_image(&rig.pool_dir(), &group.group_snapshot_id, &ids[member]));
         tally.add(round, took, &violations(&data, &log, 1, 1));

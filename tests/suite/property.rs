@@ -209,8 +209,7 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Action, case: us
                 return;
             }
             let group = rig.client.create_group(&name, &ids).await.expect("nobody writes meanwhile");
-            let members: Vec<String> =
-                group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+            let members = testkit::members(&group);
             for (member, volume) in group.snapshots.into_iter().zip(picked) {
                 let mut snapshot = Snapshot::of(member.snapshot_id, &model.volumes[volume], model.names);
                 assert_eq!(member.source_volume_id, snapshot.volume);
@@ -331,11 +330,8 @@ async fn check(rig: &mut Subject<'_>, model: &Model, block_size: u64, offsets: &
                 let list =
                     rig.client.delta(&base.id, &target.id, offset as i64, *max_results).await.expect("delta");
                 let tail: Vec<u64> = changed.iter().copied().filter(|b| *b >= offset / block_size).collect();
-                assert_eq!(
-                    blocks_of(&list, block_size),
-                    tail,
-                    "delta from {offset}, {max_results} a message"
-                );
+                let listed = blocks_of(&list, block_size);
+                assert_eq!(listed, tail, "delta from {offset}, {max_results} a message");
             }
             // A client can resume from every message boundary.
             let list = rig.client.delta(&base.id, &target.id, 0, 3).await.expect("delta");

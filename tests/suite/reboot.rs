@@ -8,21 +8,17 @@ use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::sweep;
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
+use testkit::{MIB, PoolKind, driver_command, leftovers, swept_dir, wait};
 
 /// Seen in other drivers: after a reboot the loop devices are gone and publish fails. The test removes all devices and
 /// mounts, including the pool's, and keeps the records.
 #[apply(every_pool)]
-async fn every_volume_comes_back_after_a_reboot(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
+async fn every_volume_comes_back_after_a_reboot(rig: Rig<pool>) {
     let (raw, _, mut content) = rig.written_volume("raw", 8 * MIB, (3, 40, 1)).await;
     let mut files = Vec::new();
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let (volume, target) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
         std::fs::write(target.join("file"), fs_type).expect("write");
         files.push((volume, capability, fs_type));
     }
@@ -42,10 +38,9 @@ async fn every_volume_comes_back_after_a_reboot(pool: PoolKind) {
     assert_eq!(changed, content.changed_since(&before, 4096));
     rig.detach(&raw).await;
     for (volume, capability, fs_type) in &files {
-        let target = rig.client.publish(volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let target = rig.publish(volume, capability.clone()).await;
         assert_eq!(std::fs::read(target.join("file")).expect("read"), fs_type.as_bytes());
-        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
-        rig.client.delete_volume(volume).await.expect("delete");
+        rig.delete(volume).await;
     }
 
     // Or it undoes mounts that no longer exist, and deletes.
@@ -53,9 +48,7 @@ async fn every_volume_comes_back_after_a_reboot(pool: PoolKind) {
     rig.kill();
     sweep(rig.dir.path()).expect("sweep");
     rig.start_again().await;
-    rig.detach(&raw).await;
-    rig.client.delete_volume(&raw).await.expect("delete");
-    rig.finish();
+    rig.delete(&raw).await;
 }
 
 /// The command of a driver in its own mount namespace, after a shell has run `prepare` there. The mounts of other tests are
@@ -116,20 +109,11 @@ impl Drop for Secluded {
     }
 }
 
-pub struct SweptOnDrop(pub PathBuf);
-
-impl Drop for SweptOnDrop {
-    fn drop(&mut self) {
-        let _ = sweep(&self.0);
-    }
-}
-
 /// A container restarts. The next driver sees none of the mounts of the driver before, and finds the devices by the inodes
 /// of their files.
 #[apply(every_pool)]
 async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let kubelet = dir.path().join("kubelet");
     let (secluded, mut client) = Secluded::start(dir.path(), pool).await;
     let request = new_volume("raw", 8 * MIB, block_capability());

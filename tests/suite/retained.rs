@@ -1,27 +1,24 @@
 //! Deltas from deleted snapshots (`--retain-deleted`), and the hashing that they need.
 
 use std::path::{Path, PathBuf};
-use std::process::Output;
 use std::time::Duration;
 
 use base::{BlockRange, ObjectDir};
 use cbt::{MapFile, MapWriter};
 use csi_client::{block_capability, from_snapshot, new_volume};
 use deltapath::sys::btrfs::{self, WrittenSince};
-use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
-use crate::faults::{hashed, live, until, without_skip};
+use crate::faults::{compared, hashed, live, until, without_skip};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, wait};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, members, said, signal, verify, wait};
 
 /// What backup tools do: take a snapshot, back up the changes since the last one, delete that one, and repeat. Each delta is
 /// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on
 /// the change. A kill and a restart in between change nothing.
 #[apply(every_pool)]
-async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
     let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (0, 2000, 1)).await;
     let mut base = (rig.snapshot("snapshot 0", &volume).await, content.clone());
     rig.client.delete_snapshot(&base.0).await.expect("delete");
@@ -29,8 +26,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
         content.write(&device, u64::from(round) * 100, 10, round);
         content.discard(&device, u64::from(round) * 150, 3);
         if round == 2 {
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
         }
         if round == 4 {
             assert!(rig.terminate().success());
@@ -54,37 +50,8 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(pool: PoolKind) {
     let newest = live(&rig, &base.0);
     hashed(&rig, &[&base.0]).await;
     until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.delete(&volume).await;
     assert!(rig.retained().is_empty(), "deleted snapshots are kept that cannot be a base");
-    rig.finish();
-}
-
-/// A deleted snapshot cannot be a target or a source, is not listed, and its name is free.
-#[apply(device_test)]
-async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device, mut content) = rig.written_volume("volume", 16 * MIB, (0, 10, 1)).await;
-    let first = rig.snapshot("first", &volume).await;
-    content.write(&device, 3, 2, 2);
-    let second = rig.snapshot("second", &volume).await;
-    rig.client.delete_snapshot(&first).await.expect("delete");
-    rig.client.delete_snapshot(&first).await.expect("again");
-    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-    assert_eq!(blocks_of(&list, BLOCK), [3, 4]);
-    assert_eq!(code(rig.client.delta(&second, &first, 0, 0).await), Code::NotFound);
-    assert_eq!(code(rig.client.delta(&first, &first, 0, 0).await), Code::NotFound);
-    assert_eq!(code(rig.client.allocated(&first, 0, 0).await), Code::NotFound);
-    let mut restore = new_volume("restored", 16 * MIB, block_capability());
-    restore.volume_content_source = Some(from_snapshot(&first));
-    assert_eq!(code(rig.client.create_volume(restore).await), Code::NotFound);
-    let get = GetSnapshotRequest { snapshot_id: first.clone(), ..Default::default() };
-    assert_eq!(status_code(rig.client.controller.get_snapshot(get).await), Code::NotFound);
-    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
-    assert_eq!(listed.into_inner().entries.len(), 1);
-    let again = rig.snapshot("first", &volume).await;
-    assert_ne!(again, first, "another snapshot of the same name");
-    rig.detach_and_finish(&volume).await;
 }
 
 /// `--retain-deleted COUNT:AGE`: beyond the count the oldest are removed, after the age all but a volume's newest, and with
@@ -147,21 +114,13 @@ async fn what_is_of_no_use_takes_nobodys_place() {
         taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
     }
     let group = rig.client.create_group("last", &[volume.clone(), other.clone()]).await.expect("group");
-    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.delete(&volume).await;
     rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
-    rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete");
+    rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
     let list =
         rig.client.delta(&taken[0].0, &taken[1].0, 0, 0).await.expect("it is the newest that is of use");
     assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&taken[0].1, BLOCK));
     rig.detach_and_finish(&other).await;
-}
-
-pub fn verify(data_dir: &Path) -> Output {
-    let mut command = std::process::Command::new(testkit::program("deltapath"));
-    command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
-    command.output().expect("run deltapath verify")
 }
 
 /// Interrupts `deltapath verify` while it reads. It must unmount the pool that it mounted.
@@ -198,9 +157,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     let second = rig.snapshot("second", &volume).await;
     let expected = content.changed_since(&before, BLOCK);
     assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: while it is being hashed");
-    hashed(&rig, &[&first, &second]).await;
-    let changed = live(&rig, &second).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    compared(&rig, &[&first, &second]).await;
     assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: when it is hashed");
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
@@ -228,11 +185,8 @@ pub fn flip(path: &Path, at: u64) {
 
 /// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
 #[apply(every_pool)]
-async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 10, 300, 1);
+async fn a_flipped_bit_changes_no_answer(rig: Rig<pool>) {
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (10, 300, 1)).await;
     without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
@@ -240,9 +194,7 @@ async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
     after.write(&device, 90, 20, 1);
     after.discard(&device, 200, 9);
     let target = rig.snapshot("target", &volume).await;
-    hashed(&rig, &[&base, &target]).await;
-    let changed = live(&rig, &target).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    compared(&rig, &[&base, &target]).await;
     let expected = after.changed_since(&before, BLOCK);
     let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
     let files: Vec<PathBuf> = [&base, &target].into_iter().flat_map(|id| files(live(&rig, id))).collect();
@@ -255,14 +207,13 @@ async fn a_flipped_bit_changes_no_answer(pool: PoolKind) {
             std::fs::write(&path, &sound).expect("restore");
         }
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Unwritten space is a hole. On some filesystems SEEK_DATA reports it as data after it was read, so a map that is made
 /// again may list it. Then the hash that the snapshot before has for the block must not count.
 #[apply(every_pool)]
-async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn zeroed_space_that_was_read_is_a_hole(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
     content.write(&device, 0, 200, 1);
@@ -278,7 +229,7 @@ async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
     }
     let ((base, before), (target, after)) = (&taken[0], &taken[3]);
     let dir = live(&rig, target);
-    until("compared", || MapFile::open(&dir.changed()).is_ok_and(|map| map.is_exact())).await;
+    compared(&rig, &[target]).await;
     let read = || std::fs::read(dir.data()).expect("read");
     read();
     let seen = verify(&rig.data_dir());
@@ -294,22 +245,20 @@ async fn zeroed_space_that_was_read_is_a_hole(pool: PoolKind) {
     map.insert(BlockRange::new(0, 200)).expect("insert");
     map.finish().expect("finish");
     assert_eq!(rig.changed(base, target).await, changed, "{pool:?}: the hash of another snapshot counted");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// A deleted snapshot has only maps and hashes. If they are damaged, a delta from it fails, and the error says what to do.
 /// `verify` names damaged data by snapshot and range.
 #[apply(device_test)]
-async fn damage_that_can_not_be_mended_is_reported() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn damage_that_can_not_be_mended_is_reported(rig: Rig<Btrfs>) {
     let (volume, device, mut content) = rig.written_volume("volume", 64 * MIB, (10, 300, 1)).await;
     without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    hashed(&rig, &[&base, &target]).await;
+    compared(&rig, &[&base, &target]).await;
     let changed = live(&rig, &target).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     rig.client.delete_snapshot(&base).await.expect("delete");
     let gone = live(&rig, &base);
     until("freed", || !gone.bytes().exists()).await;
@@ -326,10 +275,8 @@ async fn damage_that_can_not_be_mended_is_reported() {
         assert!(refused.to_string().contains("GetMetadataAllocated"), "{refused}");
         std::fs::write(&path, &sound).expect("restore");
     }
-    assert!(
-        verify(&rig.data_dir()).stdout.windows(11).any(|window| window == b"changed.map"),
-        "damage reported"
-    );
+    let told = said(&verify(&rig.data_dir()));
+    assert!(told.contains("changed.map"), "{told}");
     flip(&live(&rig, &target).data(), 100 * BLOCK + 5);
     let seen = verify(&rig.data_dir());
     assert_eq!(seen.status.code(), Some(1));
@@ -337,17 +284,14 @@ async fn damage_that_can_not_be_mended_is_reported() {
     let damage = report["damage"].as_array().expect("a list");
     let found = damage.iter().find(|damage| damage["start"] == 100 * BLOCK).expect("the range");
     assert_eq!((found["snapshot"].as_str(), &found["end"]), (Some(target.as_str()), &(101 * BLOCK).into()));
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Seen in other drivers: changes since a snapshot were searched from its `generation`. A restore from the snapshot raises
 /// that, so all changes before the restore were lost.
 #[apply(every_pool)]
-async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 100, 1);
+async fn a_restore_between_two_snapshots_hides_no_change(rig: Rig<pool>) {
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (0, 100, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 10, 5, 2);
@@ -364,7 +308,7 @@ async fn a_restore_between_two_snapshots_hides_no_change(pool: PoolKind) {
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
     rig.detach(&volume).await;
-    rig.detach_and_finish(&restored).await;
+    rig.detach(&restored).await;
 }
 
 fn btrfs_disk(features: &str) -> Disk {
@@ -437,8 +381,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
                 let target = rig.snapshot("target", &volume).await;
                 let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
                 assert_eq!(blocks_of(&list, 16 * BLOCK), after.changed_since(&before, 16 * BLOCK));
-                rig.detach(&volume).await;
-                rig.client.delete_volume(&volume).await.expect("delete");
+                rig.delete(&volume).await;
                 for snapshot in [base, target] {
                     rig.client.delete_snapshot(&snapshot).await.expect("delete");
                 }
@@ -455,8 +398,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
 /// A record has no checksum. With a wrong birth, later than that of the next snapshot, nothing would seem to be written
 /// since. Then the data is compared instead.
 #[apply(device_test)]
-async fn a_birth_that_can_not_be_loses_no_change() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn a_birth_that_can_not_be_loses_no_change(rig: Rig<Btrfs>) {
     let (volume, device, mut content) = rig.written_volume("volume", 8 * MIB, (0, 100, 1)).await;
     for (round, birth) in [u64::MAX, u64::MAX - 1, 1 << 40].into_iter().enumerate() {
         let first = rig.snapshot(&format!("first {round}"), &volume).await;
@@ -478,5 +420,5 @@ async fn a_birth_that_can_not_be_loses_no_change() {
             "birth {birth}"
         );
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

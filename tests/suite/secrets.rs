@@ -1,12 +1,12 @@
 //! Secrets are never in logs, records or errors.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use csi_client::{block_capability, delta_of, mount_capability, new_volume, stage_of};
 use proto::volume_capability::AccessType;
 
-use testkit::{MIB, PoolKind, Rig};
+use testkit::{MIB, PoolKind, Rig, requests};
 
 const SECRET: &str = "hunter2-do-not-print";
 
@@ -14,19 +14,14 @@ fn secrets() -> HashMap<String, String> {
     HashMap::from([("token".to_owned(), SECRET.to_owned()), (SECRET.to_owned(), "x".to_owned())])
 }
 
-fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
-    for entry in std::fs::read_dir(dir).expect("read_dir") {
-        let path = entry.expect("entry").path();
-        let meta = std::fs::symlink_metadata(&path).expect("stat");
-        if meta.is_dir() {
-            files_with_secret(&path, found);
-        } else if meta.is_file() && meta.len() < 1 << 20 {
-            let bytes = std::fs::read(&path).expect("read");
-            if bytes.windows(SECRET.len()).any(|window| window == SECRET.as_bytes()) {
-                found.push(path.display().to_string());
-            }
-        }
-    }
+fn files_with_secret(dir: &Path) -> Vec<PathBuf> {
+    let is_small = |path: &PathBuf| path.is_file() && std::fs::metadata(path).expect("stat").len() < 1 << 20;
+    let tells = |path: &PathBuf| {
+        let bytes = std::fs::read(path).expect("read");
+        bytes.windows(SECRET.len()).any(|window| window == SECRET.as_bytes())
+    };
+    let files = testkit::paths_below(dir).into_iter();
+    files.filter(|path| !path.is_symlink() && is_small(path) && tells(path)).collect()
 }
 
 /// Seen in other drivers: at a high log level whole requests are logged, with their secrets. Mount flags count as secrets
@@ -46,8 +41,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     if let Some(AccessType::Mount(mount)) = &mut mounted.access_type {
         mount.mount_flags = vec!["noatime".to_owned(), format!("context={SECRET}")];
     }
-    let filesystem = new_volume("mounted", 8 * MIB, mounted.clone());
-    let filesystem = rig.client.create_volume(filesystem).await.expect("create").volume_id;
+    let filesystem = rig.volume("mounted", 8 * MIB, mounted.clone()).await;
 
     let snapshot = proto::CreateSnapshotRequest {
         name: "secretive".into(),
@@ -67,14 +61,8 @@ async fn no_secret_is_logged_stored_or_reported() {
         };
         errors.push(rig.client.node.node_stage_volume(stage).await.expect_err("a refused flag").to_string());
     }
-    let publish = proto::NodePublishVolumeRequest {
-        volume_id: volume.clone(),
-        staging_target_path: staging.display().to_string(),
-        target_path: rig.dir.path().join("target").display().to_string(),
-        volume_capability: Some(mounted),
-        secrets: secrets(),
-        ..Default::default()
-    };
+    let publish = requests::publish(&volume, &staging, rig.dir.path().join("target"), mounted);
+    let publish = proto::NodePublishVolumeRequest { secrets: secrets(), ..publish };
     errors.push(rig.client.node.node_publish_volume(publish).await.expect_err("not staged").to_string());
 
     let allocated = proto::GetMetadataAllocatedRequest {
@@ -98,22 +86,13 @@ async fn no_secret_is_logged_stored_or_reported() {
     rig.client.controller.controller_list_volume_health(list).await.expect("list");
     let health = proto::NodeGetStorageHealthRequest { secrets: secrets() };
     rig.client.node.node_get_storage_health(health).await.expect("health");
-    let validate = proto::ValidateVolumeCapabilitiesRequest {
-        volume_id: volume.clone(),
-        volume_capabilities: vec![block_capability()],
-        secrets: secrets(),
-        ..Default::default()
-    };
+    let mut validate = requests::validate(&volume, vec![block_capability()]);
+    validate.secrets = secrets();
     rig.client.controller.validate_volume_capabilities(validate).await.expect("validate");
 
     let before = rig.dir.path().join("data");
-    let mut found = Vec::new();
-    files_with_secret(&before, &mut found);
-    let unstage = proto::NodeUnstageVolumeRequest {
-        volume_id: filesystem,
-        staging_target_path: staging.display().to_string(),
-    };
-    rig.client.node.node_unstage_volume(unstage).await.expect("unstage");
+    let mut found = files_with_secret(&before);
+    rig.client.node.node_unstage_volume(requests::unstage(filesystem, &staging)).await.expect("unstage");
     let delete = proto::DeleteSnapshotRequest { snapshot_id: snapshot, secrets: secrets() };
     rig.client.controller.delete_snapshot(delete).await.expect("delete");
     let delete = proto::DeleteVolumeRequest { volume_id: volume, secrets: secrets() };
@@ -125,7 +104,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     let lines: Vec<&str> = log.lines().filter(|line| line.contains(SECRET)).collect();
     assert!(lines.is_empty(), "the log tells a secret:\n{}", lines.join("\n"));
     assert!(errors.iter().all(|error| !error.contains(SECRET)), "an error tells a secret: {errors:?}");
-    files_with_secret(&before, &mut found);
+    found.extend(files_with_secret(&before));
     assert!(found.is_empty(), "stored: {found:?}");
 }
 

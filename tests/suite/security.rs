@@ -6,35 +6,21 @@ use std::path::{Path, PathBuf};
 
 use csi_client::from_volume;
 use deltapath::sys::loopdev::{Access, LoopDevice};
-use proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
+use proto::GetMetadataAllocatedRequest;
 use tonic::Code;
 
 use testkit::content::{Content, block_bytes};
-use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client, status_code};
-
-fn below(dir: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(dir).expect("read_dir") {
-        let path = entry.expect("entry").path();
-        let meta = std::fs::symlink_metadata(&path).expect("stat");
-        found.push(path.clone());
-        if meta.is_dir() {
-            below(&path, found);
-        }
-    }
-}
+use testkit::{BLOCK, MIB, PoolKind, Rig, files_below, narrow_client, paths_below, requests, status_code};
 
 /// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
 #[apply(every_pool)]
-async fn what_is_stored_is_for_root_alone(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    Content::default().write(&device, 0, 10, 1);
+async fn what_is_stored_is_for_root_alone(rig: Rig<pool>) {
+    let (volume, ..) = rig.written_volume("volume", 8 * MIB, (0, 10, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
     let (clone, _) = rig.volume_from("clone", 8 * MIB, from_volume(&volume)).await;
-    let mut paths = vec![];
-    below(&rig.data_dir(), &mut paths);
+    let paths = paths_below(&rig.data_dir());
     assert!(paths.len() > 20, "{pool:?}: {paths:?}");
     // The roots of the directory and of the pool show only names; everything in them is closed.
     let open: Vec<String> = paths
@@ -49,7 +35,6 @@ async fn what_is_stored_is_for_root_alone(pool: PoolKind) {
     for id in [volume, clone] {
         rig.detach(&id).await;
     }
-    rig.finish();
 }
 
 /// Whether a directory between `root` and `path` is closed to others.
@@ -62,8 +47,7 @@ fn is_closed_above(path: &Path, root: &Path) -> bool {
 
 /// Blocks of a deleted volume, and those past the end of a smaller one, read as zeros in a new volume.
 #[apply(every_pool)]
-async fn a_new_volume_shows_nothing_of_those_before(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_new_volume_shows_nothing_of_those_before(rig: Rig<pool>) {
     for round in 0..4 {
         let (volume, device) = rig.block_volume(&format!("volume {round}"), 32 * MIB).await;
         let mut bytes = vec![1; 32 << 20];
@@ -77,10 +61,8 @@ async fn a_new_volume_shows_nothing_of_those_before(pool: PoolKind) {
         file.read_exact_at(&mut block, 77 * BLOCK).expect("read");
         assert_eq!(block, block_bytes(77, 0xa5), "the first volume's data was not written");
         drop(file);
-        rig.detach(&volume).await;
-        rig.client.delete_volume(&volume).await.expect("delete");
+        rig.delete(&volume).await;
     }
-    rig.finish();
 }
 
 /// The inodes of all internet sockets, in any state, in the driver's network namespace.
@@ -117,8 +99,7 @@ async fn no_port_is_open_without_a_metrics_address() {
 #[apply(device_test)]
 async fn streams_are_capped() {
     let mut rig = Rig::start_with(PoolKind::Dir, &["--block-metadata-type", "fixed"], "warn").await;
-    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
-    Content::default().write(&device, 0, 65536, 1);
+    let (volume, ..) = rig.written_volume("volume", 256 * MIB, (0, 65536, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let mut open = Vec::new();
     let refused = 'connections: loop {
@@ -143,11 +124,10 @@ async fn streams_are_capped() {
 #[test]
 fn programs_are_started_at_one_place_and_without_a_shell() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut files = Vec::new();
-    below(&src, &mut files);
+    let files = files_below(&src, "rs");
     let code = |path: &PathBuf| std::fs::read_to_string(path).expect("read");
     // The demo is run by a user, and starts a driver.
-    let served = files.iter().filter(|path| path.is_file() && !path.starts_with(src.join("cli")));
+    let served = files.iter().filter(|path| !path.starts_with(src.join("cli")));
     let starting: Vec<_> = served.clone().filter(|path| code(path).contains("Command::new")).collect();
     assert_eq!(starting, [&src.join("sys/program.rs")]);
     let calls = served.flat_map(|path| {
@@ -157,24 +137,21 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
     let calls: Vec<String> = calls.collect();
     assert!(calls.len() > 5, "{} programs are called", calls.len());
     for call in calls {
-        assert!(
-            !call[..call.len().min(60)].contains("\"sh\"") && !call[..call.len().min(60)].contains("bash")
-        );
+        let begin = &call[..call.len().min(60)];
+        assert!(!begin.contains("\"sh\"") && !begin.contains("bash"), "{begin}");
     }
 }
 
 /// A message that is too long is refused before it is read into memory.
 #[apply(device_test)]
-async fn a_request_of_more_than_4_mib_is_refused() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_request_of_more_than_4_mib_is_refused(rig: Rig<Dir>) {
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
-        let request = GetSnapshotRequest { snapshot_id: "x".repeat(length), ..Default::default() };
+        let request = requests::snapshot("x".repeat(length));
         let answer =
             rig.client.controller.get_snapshot(request).await.map(drop).expect_err("no such snapshot");
         assert_eq!(answer.code(), code, "{length} bytes");
         assert!(answer.message().len() < 4096, "a message of {} bytes", answer.message().len());
     }
-    rig.finish();
 }
 
 /// A device with a file that is not the driver's keeps working whatever the driver does with its own devices, even if the
@@ -193,10 +170,8 @@ async fn a_loop_device_of_somebody_else_is_left_alone() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", MIB).await;
     assert_ne!(device, other.0.path());
-    rig.kill();
-    rig.start_again().await;
-    rig.detach(&volume).await;
-    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.crash().await;
+    rig.delete(&volume).await;
     rig.finish();
     assert_eq!(backing(), before);
     content.assert_equals(&other.0.path(), 0, 256);

@@ -8,18 +8,13 @@ use serde_json::Value;
 use deltapath::sys::slots;
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig};
+use testkit::{MIB, PoolKind, Rig, requests};
 
 /// Files of a driver with every kind of object, by corpus and name of the seed.
 async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &["--enable-attach"], "info").await;
     let (volume, device) = rig.block_volume("seed", 8 * MIB).await;
-    let attach = proto::ControllerPublishVolumeRequest {
-        volume_id: volume.clone(),
-        node_id: "node-1".into(),
-        volume_capability: Some(csi_client::block_capability()),
-        ..Default::default()
-    };
+    let attach = requests::attach(&volume, "node-1");
     rig.client.controller.controller_publish_volume(attach).await.expect("attach");
     let mut content = Content::default();
     content.write(&device, 3, 40, 1);

@@ -7,9 +7,9 @@ use cbt::{MapFile, MapWriter, SegmentIndex};
 
 use crate::faults::versions::later_map;
 use crate::faults::{live, until};
-use crate::retained::{flip, verify};
+use crate::retained::flip;
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, PoolKind, Rig, verify};
 
 /// The snapshots of a chain: what each holds, by its place.
 type Chain = BTreeMap<u64, (String, Content)>;
@@ -107,8 +107,7 @@ async fn a_delta_over_a_long_chain_is_exact_whatever_becomes_of_its_skip_maps(po
 
 /// A map that lists too little is the one fault that makes a delta wrong, and no checksum shows it.
 #[apply(device_test)]
-async fn verify_finds_a_block_that_a_map_lacks() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn verify_finds_a_block_that_a_map_lacks(rig: Rig<Xfs>) {
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (mut content, mut chain) = (Content::default(), Chain::new());
     for place in 1..=8u64 {
@@ -137,5 +136,5 @@ async fn verify_finds_a_block_that_a_map_lacks() {
         std::fs::write(&path, &sound).expect("restore");
     }
     assert!(verify(&rig.data_dir()).status.success(), "sound again");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

@@ -3,18 +3,19 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, set_state, state_of};
+use testkit::{
+    BLOCK, Beside, GIB, MIB, PoolKind, Rig, code, names, new_volume_from, requests, set_state, state_of,
+};
 
 /// Seen in other drivers: a buffered write to the open device is missing in the snapshot, because nothing was flushed.
 #[apply(every_pool)]
-async fn a_snapshot_holds_writes_that_nobody_synced(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_snapshot_holds_writes_that_nobody_synced(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("open", 16 * MIB).await;
     // The writer keeps the device open, since the last close would flush it.
     let writer = open_device(&device);
@@ -31,25 +32,18 @@ async fn a_snapshot_holds_writes_that_nobody_synced(pool: PoolKind) {
         rig.detach(&restored).await;
     }
     drop(writer);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// The bytes that a directory takes on disk.
 fn disk_usage(dir: &Path) -> u64 {
-    std::fs::read_dir(dir)
-        .expect("read_dir")
-        .map(|entry| {
-            let path = entry.expect("entry").path();
-            let meta = std::fs::symlink_metadata(&path).expect("stat");
-            if meta.is_dir() { disk_usage(&path) } else { meta.blocks() * 512 }
-        })
-        .sum()
+    let blocks = |path: &PathBuf| std::fs::symlink_metadata(path).expect("stat").blocks();
+    testkit::paths_below(dir).iter().filter(|path| path.is_file()).map(blocks).sum::<u64>() * 512
 }
 
 /// Seen in other drivers: a snapshot of a volume that was never written takes its full capacity.
 #[apply(every_pool)]
-async fn a_snapshot_takes_what_was_written_not_the_capacity(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_snapshot_takes_what_was_written_not_the_capacity(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("sparse", 100 * GIB).await;
     let empty = rig.snapshot("empty", &volume).await;
     let usage = |rig: &Rig, id: &str| disk_usage(&rig.pool_dir().join("snapshots").join(id));
@@ -59,7 +53,7 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(pool: PoolKind) {
     let written = rig.snapshot("written", &volume).await;
     assert!(usage(&rig, &written) < 4 << 20, "1 MiB of data takes {}", usage(&rig, &written));
     assert_eq!(rig.allocated(&written).await, content.allocated(BLOCK));
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Seen in other drivers: a Block volume made from a Filesystem snapshot holds an archive's bytes.
@@ -70,11 +64,9 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(pool: PoolKind) {
 #[case::xfs_on_xfs(PoolKind::Xfs, "xfs")]
 async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind, #[case] fs_type: &str) {
     let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
     let request = new_volume("files", 300 * MIB, mount_capability(fs_type));
     let volume = rig.client.create_volume(request).await.expect("create");
-    let target = rig.client.publish(&volume.volume_id, mount_capability(fs_type), false, &kubelet).await;
-    let target = target.expect("publish");
+    let target = rig.publish(&volume.volume_id, mount_capability(fs_type)).await;
     // A buffered write to the mounted filesystem.
     File::create(target.join("hello")).and_then(|mut file| file.write_all(b"world")).expect("write");
     let snapshot = rig.snapshot("live", &volume.volume_id).await;
@@ -96,17 +88,16 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
     rig.detach(&block).await;
 
     // Restored as a filesystem, mounted beside its source.
-    let mut request = new_volume("as files", 300 * MIB, mount_capability(fs_type));
-    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let request = new_volume_from("as files", 300 * MIB, mount_capability(fs_type), from_snapshot(&snapshot));
     let restored = rig.client.create_volume(request).await.expect("create");
-    let beside = rig.client.publish(&restored.volume_id, mount_capability(fs_type), false, &kubelet).await;
-    assert_eq!(std::fs::read(beside.expect("publish").join("hello")).expect("read"), b"world");
+    let beside = rig.publish(&restored.volume_id, mount_capability(fs_type)).await;
+    assert_eq!(std::fs::read(beside.join("hello")).expect("read"), b"world");
     for id in [&restored.volume_id, &volume.volume_id] {
-        rig.client.unpublish(id, &kubelet).await.expect("unpublish");
+        rig.detach(id).await;
     }
     if fs_type == "xfs" {
         // Unpublished only now: a frozen xfs keeps its log dirty, so that a mount removes files that were unlinked while open.
-        let image = rig.pool_dir().join("volumes").join(&restored.volume_id).join("bytes/data.img");
+        let image = rig.volume_dir(&restored.volume_id).data();
         let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
         check.expect("a clean filesystem");
     }
@@ -114,8 +105,7 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
 }
 
 #[apply(every_pool)]
-async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(rig: Rig<pool>) {
     let (one, device) = rig.block_volume("one", 8 * MIB).await;
     let (two, _) = rig.block_volume("two", 8 * MIB).await;
     let mut content = Content::default();
@@ -131,11 +121,10 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(pool: PoolKin
     assert_eq!(code(rig.client.create_snapshot("new", "unknown").await), Code::NotFound);
 
     for id in [&one, &two] {
-        rig.detach(id).await;
-        rig.client.delete_volume(id).await.expect("delete the source");
+        rig.delete(id).await;
     }
     assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
-    let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id.clone(), ..Default::default() };
+    let get = requests::snapshot(&taken.snapshot_id);
     let got = rig.client.controller.get_snapshot(get).await.expect("get").into_inner().snapshot;
     assert_eq!(got, Some(taken.clone()));
     let (restored, device) = rig.volume_from("restored", 8 * MIB, from_snapshot(&taken.snapshot_id)).await;
@@ -147,19 +136,16 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(pool: PoolKin
     rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete");
     rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete again");
     rig.client.delete_snapshot("../unknown").await.expect("an unknown id");
-    let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id, ..Default::default() };
+    let get = requests::snapshot(taken.snapshot_id);
     assert_eq!(rig.client.controller.get_snapshot(get).await.expect_err("gone").code(), Code::NotFound);
-    rig.finish();
 }
 
 /// Seen in other drivers: a snapshot that fails leaves its file behind, and each retry leaves another.
 #[apply(every_pool)]
-async fn a_snapshot_that_fails_leaves_nothing(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("doomed", 8 * MIB).await;
-    Content::default().write(&device, 0, 64, 1);
+async fn a_snapshot_that_fails_leaves_nothing(rig: Rig<pool>) {
+    let (volume, ..) = rig.written_volume("doomed", 8 * MIB, (0, 64, 1)).await;
     rig.detach(&volume).await;
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     let aside = image.with_extension("aside");
     std::fs::rename(&image, &aside).expect("take the image away");
     for _ in 0..3 {
@@ -169,38 +155,28 @@ async fn a_snapshot_that_fails_leaves_nothing(pool: PoolKind) {
     assert!(names(&rig.pool_dir().join("snapshots")).is_empty());
     std::fs::rename(&aside, &image).expect("bring it back");
     rig.snapshot("doomed", &volume).await;
-    rig.finish();
 }
 
 /// A raw device that is being written. Either the copy shows the device at one moment, or the call fails. The writer writes a
 /// number to the first block and then to the last. In a torn copy the last is ahead of the first.
 #[apply(every_pool)]
-async fn a_snapshot_of_a_device_under_write_is_never_torn(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("busy", 32 * MIB).await;
-    Content::default().write(&device, 0, 8192, 1);
+async fn a_snapshot_of_a_device_under_write_is_never_torn(rig: Rig<pool>) {
+    let (volume, device, _) = rig.written_volume("busy", 32 * MIB, (0, 8192, 1)).await;
     for block in [0, 8191] {
         open_device(&device).write_all_at(&0u64.to_le_bytes(), block * BLOCK).expect("write");
     }
-    let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-    let writer = std::thread::spawn({
-        let writing = writing.clone();
-        move || {
-            let file = open_device(&device);
-            let mut number = 1u64;
-            while writing.load(std::sync::atomic::Ordering::SeqCst) {
-                let mut block = vec![0; BLOCK as usize];
-                block[..8].copy_from_slice(&number.to_le_bytes());
-                for offset in [0, 8191 * BLOCK] {
-                    file.write_all_at(&block, offset).expect("write");
-                    file.sync_data().expect("sync");
-                }
-                number += 1;
-                // Sometimes a pause, in which a copy can succeed.
-                if number.is_multiple_of(200) {
-                    std::thread::sleep(std::time::Duration::from_millis(300));
-                }
-            }
+    let (file, mut number) = (open_device(&device), 1u64);
+    let writer = Beside::start(move || {
+        let mut block = vec![0; BLOCK as usize];
+        block[..8].copy_from_slice(&number.to_le_bytes());
+        for offset in [0, 8191 * BLOCK] {
+            file.write_all_at(&block, offset).expect("write");
+            file.sync_data().expect("sync");
+        }
+        number += 1;
+        // Sometimes a pause, in which a copy can succeed.
+        if number.is_multiple_of(200) {
+            std::thread::sleep(std::time::Duration::from_millis(300));
         }
     });
     let mut taken = 0;
@@ -227,20 +203,18 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(pool: PoolKind) {
             }
         }
     }
-    writing.store(false, std::sync::atomic::Ordering::SeqCst);
-    writer.join().expect("the writer");
+    writer.stop();
     assert!(pool == PoolKind::Dir || taken == 8);
     assert!(names(&rig.pool_dir().join("staging")).is_empty());
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Preallocated extents read as zeros and are holes; writing into one is a change.
 #[apply(every_pool)]
-async fn preallocated_space_is_a_hole(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn preallocated_space_is_a_hole(rig: Rig<pool>) {
     let (volume, _) = rig.block_volume("preallocated", 8 * MIB).await;
     rig.detach(&volume).await;
-    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let image = rig.volume_dir(&volume).data();
     let file = open_device(&image);
     nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, 4 * MIB).expect("fallocate");
     file.sync_all().expect("sync");
@@ -252,7 +226,7 @@ async fn preallocated_space_is_a_hole(pool: PoolKind) {
     content.write(&device, 10, 2, 1);
     let second = rig.snapshot("second", &volume).await;
     assert_eq!(rig.changed(&first, &second).await, [10, 11]);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 fn freeze(mount_point: &Path, how: &str) {
@@ -262,13 +236,9 @@ fn freeze(mount_point: &Path, how: &str) {
 /// A snapshot of a filesystem that the user has frozen succeeds, and it stays frozen. A filesystem that a dead driver left
 /// frozen is thawed by the next driver.
 #[apply(every_pool)]
-async fn a_freeze_is_undone_by_whoever_made_it(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_freeze_is_undone_by_whoever_made_it(rig: Rig<pool>) {
     let kubelet = rig.kubelet();
-    let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
-    let target = target.expect("publish");
+    let (volume, target) = rig.published("files", 64 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "before").expect("write");
     freeze(&target, "--freeze");
     let snapshot = rig.client.create_snapshot("while frozen", &volume).await;
@@ -297,20 +267,15 @@ async fn a_freeze_is_undone_by_whoever_made_it(pool: PoolKind) {
     assert!(frozen.is_null(), "the intent is kept after the thaw");
     let thawed = std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&target).output().expect("run");
     assert!(!thawed.status.success(), "the next driver left the filesystem frozen");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
 }
 
 /// If something else is mounted over a filesystem, it is frozen through another of its mounts. If there is none, the error
 /// says what to unmount.
 #[apply(device_test)]
-async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_hidden_filesystem_is_frozen_where_it_is_seen(rig: Rig<Xfs>) {
     let kubelet = rig.kubelet();
-    let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
-    let target = target.expect("publish");
+    let (volume, target) = rig.published("files", 64 * MIB, mount_capability("ext4")).await;
     let staging = kubelet.join(&volume).join("staging");
     let none = deltapath::sys::mount::Flags::empty();
     let cover = |place: &Path| {
@@ -327,21 +292,18 @@ async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
         deltapath::sys::mount::unmount_top(place).expect("uncover it");
     }
     rig.snapshot("seen again", &volume).await;
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    let mut request = new_volume("restored", 64 * MIB, mount_capability("ext4"));
-    request.volume_content_source = Some(from_snapshot(&snapshot));
-    let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-    let target = rig.client.publish(&restored, mount_capability("ext4"), false, &kubelet).await;
-    let file = target.expect("publish").join("file");
+    rig.detach(&volume).await;
+    let restored =
+        rig.made_from("restored", 64 * MIB, mount_capability("ext4"), from_snapshot(&snapshot)).await;
+    let target = rig.publish(&restored, mount_capability("ext4")).await;
+    let file = target.join("file");
     assert_eq!(std::fs::read(file).expect("read"), b"never synced");
-    rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&restored).await;
 }
 
 /// Every answer with a snapshot has its accessible topology. The required topology is checked before anything is made.
 #[apply(device_test)]
-async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else(rig: Rig<Dir>) {
     let request = proto::GetPluginCapabilitiesRequest {};
     let claimed = rig.client.identity.get_plugin_capabilities(request).await.expect("capabilities");
     use proto::plugin_capability::{Service, Type, service};
@@ -358,8 +320,7 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
     let elsewhere = segment(key, "node-2");
     let zone = segment("topology.kubernetes.io/zone", "a");
 
-    let volume = rig.client.create_volume(new_volume("volume", MIB, block_capability())).await;
-    let volume = volume.expect("create").volume_id;
+    let volume = rig.volume("volume", MIB, block_capability()).await;
     let request = |name: &str, requisite: &[&proto::Topology], preferred: &[&proto::Topology]| {
         let topologies = |all: &[&proto::Topology]| all.iter().map(|one| (*one).clone()).collect();
         proto::CreateSnapshotRequest {
@@ -411,10 +372,8 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
         group.snapshots.iter().chain(&again.group_snapshot.expect("a group").snapshots).chain(&list)
     {
         assert_eq!(snapshot.accessible_topology, only_here, "{snapshot:?}");
-        let get =
-            proto::GetSnapshotRequest { snapshot_id: snapshot.snapshot_id.clone(), ..Default::default() };
+        let get = requests::snapshot(&snapshot.snapshot_id);
         let reported = controller.get_snapshot(get).await.expect("get").into_inner();
         assert_eq!(reported.snapshot.expect("a snapshot").accessible_topology, only_here);
     }
-    rig.finish();
 }

@@ -1,16 +1,17 @@
 //! The start: sockets, data directories, records, and what a dead driver left.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, new_volume};
+use csi_client::{Client, block_capability};
 use proto::ListVolumesRequest;
 use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders};
-use testkit::{MIB, PoolKind, Rig, driver_command, names, signal, wait};
+use testkit::running::Running;
+use testkit::{MIB, PoolKind, Rig, driver_command, names, swept_dir};
 
 /// Runs a driver that must refuse to start, and returns its messages.
 pub fn refused(command: &mut Command) -> String {
@@ -24,18 +25,6 @@ pub fn refused(command: &mut Command) -> String {
     let output = child.wait_with_output().expect("output");
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stderr).expect("utf-8")
-}
-
-/// Seen in other drivers: two drivers on one state directory corrupt it.
-#[apply(every_pool)]
-async fn a_data_dir_has_one_driver(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let elsewhere = format!("unix://{}", rig.dir.path().join("other.sock").display());
-    let said = refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &elsewhere]));
-    assert!(said.contains("in use by another driver"), "{said}");
-    let request = new_volume("still served", MIB, block_capability());
-    rig.client.create_volume(request).await.expect("the first driver goes on");
-    rig.finish();
 }
 
 /// The incident: a driver was killed while it started a program, which has copies of the driver's locks until exec. The next
@@ -78,11 +67,8 @@ async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     std::fs::write(rig.socket(), "not a socket").expect("write");
     let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Dir));
     assert!(said.contains("not a socket"), "{said}");
-    assert_eq!(
-        std::fs::read_to_string(rig.socket()).expect("read"),
-        "not a socket",
-        "a file that is not a socket was removed"
-    );
+    let found = std::fs::read_to_string(rig.socket()).expect("read");
+    assert_eq!(found, "not a socket", "a file that is not a socket was removed");
 }
 
 #[apply(device_test)]
@@ -134,12 +120,10 @@ async fn a_data_dir_is_started_as_it_was_made() {
 /// Seen in other drivers: with a truncated state file the driver never starts again. Here a damaged record is reported, its
 /// object is withheld, and all others are served.
 #[apply(every_pool)]
-async fn a_record_cut_short_does_not_stop_the_driver(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_record_cut_short_does_not_stop_the_driver(rig: Rig<pool>) {
     let mut ids = Vec::new();
     for name in ["sound", "torn"] {
-        let request = new_volume(name, MIB, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        ids.push(rig.volume(name, MIB, block_capability()).await);
     }
     rig.kill();
     let record = rig.pool_dir().join("volumes").join(&ids[1]).join("record.json");
@@ -163,23 +147,19 @@ async fn a_record_cut_short_does_not_stop_the_driver(pool: PoolKind) {
     assert!(record.exists(), "a damaged object was removed");
     rig.client.delete_volume(&ids[1]).await.expect("delete");
     assert!(!record.exists(), "the repaired record's volume is served again");
-    rig.finish();
 }
 
 /// A driver that is stopped with nothing in use leaves no mount and no device. A driver that is killed leaves its pool
 /// attached, and the next start uses it instead of attaching it again.
 #[apply(device_test)]
-async fn a_start_finds_the_pool_that_a_dead_driver_left() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_start_finds_the_pool_that_a_dead_driver_left(rig: Rig<Xfs>) {
     let attached = || deltapath::sys::sweep::devices_below(rig.dir.path()).expect("devices").len();
     assert_eq!(attached(), 1, "the pool's device");
     let dir = rig.dir.path().to_owned();
     let attached = || deltapath::sys::sweep::devices_below(&dir).expect("devices").len();
-    let request = new_volume("kept", MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("kept", MIB, block_capability()).await;
     for _ in 0..3 {
-        rig.kill();
-        rig.start_again().await;
+        rig.crash().await;
         assert_eq!(attached(), 1, "the pool was attached a second time");
     }
     assert_eq!(names(&rig.pool_dir().join("volumes")), std::slice::from_ref(&volume));
@@ -192,18 +172,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     assert_eq!(attached(), 2, "a volume in use keeps its device and its pool");
     rig.start_again().await;
     assert_eq!(attached(), 2);
-    rig.detach_and_finish(&volume).await;
-}
-
-/// A driver without a rig. Even a failing test leaves nothing of it.
-struct Swept(Child, std::path::PathBuf);
-
-impl Drop for Swept {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        let _ = deltapath::sys::sweep::sweep(&self.1);
-    }
+    rig.detach(&volume).await;
 }
 
 /// A directory with a mkfs.btrfs that writes only the magic number of a btrfs.
@@ -218,6 +187,14 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
     programs
 }
 
+/// A driver that finds these programs first, for a pool by this choice.
+fn driver_with(programs: &Path, dir: &Path, choice: &str) -> Command {
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
+    let mut command = driver_command(dir, PoolKind::Dir);
+    command.args(["--pool-size", "1Gi", "--pool", choice]).env("PATH", path).env("RUST_LOG", "warn");
+    command
+}
+
 /// The incident: a start was killed after it made such an image and before it chose the other filesystem. The next start
 /// insisted on the image, although its manifest was not written yet.
 #[cfg(feature = "failpoints")]
@@ -225,23 +202,17 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
     let mut kills = 0;
     for at in (1..).step_by(2) {
-        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let (dir, _swept) = swept_dir();
         let programs = programs_that_know_more(dir.path());
-        let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
-        let data = dir.path().join("data");
         let start = || {
-            let mut command = Command::new(testkit::program("deltapath"));
-            command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", "auto"]);
-            command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
-            command.arg("--data-dir").arg(&data).env("PATH", &path).env("RUST_LOG", "warn");
-            command.env("DELTAPATH_FAILPOINTS", dir.path().join("failpoints"));
-            command.spawn().expect("start")
+            let mut driver = driver_with(&programs, dir.path(), "auto");
+            Running::start(&mut driver, &dir.path().join("driver.log"))
         };
         let mut orders = Orders::new(dir.path());
         orders.give(Cut::Kill, at, "main");
-        let mut driver = Swept(start(), dir.path().to_owned());
+        let mut driver = start();
         let connected = loop {
-            if driver.0.try_wait().expect("wait").is_some() {
+            if !driver.is_alive() {
                 break false;
             }
             // An answer: the socket takes connections before its mode is set, which is the last step.
@@ -255,16 +226,15 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
         orders.withdraw();
         if !connected {
             kills += 1;
-            driver.0 = start();
+            driver = start();
             let mut client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
             let client = client.as_mut().unwrap_or_else(|error| panic!("killed before step {at}: {error}"));
             let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
             assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs", "step {at}");
         }
-        signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
-        assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
+        assert!(driver.stop().success());
         testkit::nothing_left(dir.path());
-        assert!(!data.join("pool.img.untried").exists(), "killed before step {at}");
+        assert!(!dir.path().join("data/pool.img.untried").exists(), "killed before step {at}");
         if connected {
             break;
         }
@@ -276,41 +246,31 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
 /// and a start that asked for this one fails.
 #[apply(device_test)]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+    let (dir, _swept) = swept_dir();
     let programs = programs_that_know_more(dir.path());
-    let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
     let start = |choice: &str| {
-        let mut command = Command::new(testkit::program("deltapath"));
-        command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", choice]);
-        command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
-        command.arg("--data-dir").arg(dir.path().join(choice)).env("PATH", &path).env("RUST_LOG", "warn");
+        let mut command = driver_with(&programs, dir.path(), choice);
+        command.arg("--data-dir").arg(dir.path().join(choice));
         command
     };
     let said = refused(&mut start("btrfs"));
     assert!(said.contains("mount a filesystem"), "{said}");
 
-    let log = dir.path().join("log");
-    let stderr = std::fs::File::create(&log).expect("log");
-    let mut driver = Swept(start("auto").stderr(stderr).spawn().expect("start"), dir.path().to_owned());
-    let client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
-    let info = match client {
-        Ok(mut client) => client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await,
-        Err(error) => panic!("{error}: {}", std::fs::read_to_string(&log).unwrap_or_default()),
-    };
-    signal(driver.0.id(), nix::sys::signal::Signal::SIGTERM);
-    assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
+    let mut driver = Running::start(&mut start("auto"), &dir.path().join("driver.log"));
+    let mut client =
+        Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await.expect("auto");
+    let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
+    assert!(driver.stop().success());
     assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs");
     testkit::nothing_left(dir.path());
-    let said = std::fs::read_to_string(&log).expect("log");
+    let said = driver.log();
     assert!(said.contains("no btrfs image, trying xfs"), "{said}");
 }
 
 /// A pool whose image is missing must not look like an empty pool: every volume would be reported as deleted.
 #[apply(device_test)]
-async fn a_missing_pool_image_is_not_made_anew() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let request = new_volume("kept", MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+async fn a_missing_pool_image_is_not_made_anew(rig: Rig<Xfs>) {
+    let volume = rig.volume("kept", MIB, block_capability()).await;
     assert!(rig.terminate().success());
     let (image, aside) = (rig.data_dir().join("pool.img"), rig.data_dir().join("aside.img"));
     std::fs::rename(&image, &aside).expect("take the image away");
@@ -319,7 +279,7 @@ async fn a_missing_pool_image_is_not_made_anew() {
     std::fs::rename(&aside, &image).expect("bring it back");
     rig.start_again().await;
     rig.attach(&volume).await;
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// Clients with gRPC core (Python, C++, Ruby) send the percent-encoded path of the socket as the authority, and grpc-java

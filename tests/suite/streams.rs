@@ -39,8 +39,7 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
 
 /// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`, and an incomplete backup seems complete.
 #[apply(device_test)]
-async fn a_deadline_midway_never_ends_with_ok() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_deadline_midway_never_ends_with_ok(rig: Rig<Xfs>) {
     let (first, second, last) = needle(&mut rig, 512).await;
     let (mut whole, mut cut) = (0, 0);
     for micros in (0..60_000).step_by(1500) {
@@ -70,7 +69,6 @@ async fn a_deadline_midway_never_ends_with_ok() {
     // Without a deadline the stream is complete.
     let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(list.tuples().map(|tuple| tuple.offset).collect::<Vec<_>>(), [last]);
-    rig.finish();
 }
 
 /// The driver itself enforces the deadline, not only the client's library: a raw `grpc-timeout` that the client ignores
@@ -129,7 +127,7 @@ async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str
     for _ in 0..8 {
         // Both are read from the disk, which takes longer than the work may go on.
         for id in [&first, &second] {
-            let data = rig.pool_dir().join("snapshots").join(id).join("bytes/data.img");
+            let data = rig.snapshot_dir(id).data();
             let data = std::fs::File::open(data).expect("open");
             posix_fadvise(&data, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).expect("drop the cache");
         }
@@ -262,9 +260,7 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots(pool: PoolKind, #[value
 
 /// The anonymous memory of a process, in bytes.
 fn memory_of(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
-    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+    testkit::process_status(pid, "RssAnon:") << 10
 }
 
 /// The most memory that a process has until `done`.
@@ -285,8 +281,7 @@ const STREAMS_REST: u64 = 16 << 20;
 
 /// The incident: 200 streams on blocks of 4 MiB took 1.6 GB, since each held two of its blocks until its end.
 #[apply(device_test)]
-async fn large_blocks_take_no_more_memory() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn large_blocks_take_no_more_memory(rig: Rig<Xfs>) {
     let (first, second, _) = needle_in(&mut rig, 256, "4Mi").await;
     let idle = memory_of(rig.pid());
     let mut streams = tokio::task::JoinSet::new();
@@ -311,24 +306,14 @@ async fn large_blocks_take_no_more_memory() {
     let most = most_memory_of(rig.pid(), all).await;
     assert_eq!(answers, [1; 200]);
     assert!(most < idle + STREAMS_MEMORY, "{} MiB more for 200 streams", (most - idle) >> 20);
-    rig.finish();
-}
-
-/// 1,024 clients request long messages of a full map and do not read them.
-#[apply(device_test)]
-async fn a_thousand_stalled_streams_share_a_bounded_memory() {
-    stalled_streams(512).await;
-}
-
-/// The driver finishes a short answer long before the client has read it.
-#[apply(device_test)]
-async fn a_thousand_short_answers_that_nobody_reads_share_a_bounded_memory() {
-    stalled_streams(128).await;
 }
 
 /// Opens 1,024 streams over a volume of `mibs` with every second block changed, and does not read them for a while. Each
-/// then continues where it was.
-async fn stalled_streams(mibs: i64) {
+/// then continues where it was. Of the short answers the driver finishes each long before the client has read it.
+#[apply(device_cases)]
+#[case::of_long_messages(512)]
+#[case::of_short_answers(128)]
+async fn a_thousand_stalled_streams_share_a_bounded_memory(#[case] mibs: i64) {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
     let (volume, device) = rig.block_volume("volume", mibs * MIB).await;
     let every_other = |fill: u8| {

@@ -11,24 +11,18 @@ use tonic::Code;
 
 use crate::volume_health::node_health;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, set_state, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, requests, set_state, status_code};
 
 async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>, tonic::Status> {
-    let request = proto::NodeGetVolumeStatsRequest {
-        volume_id: volume.to_owned(),
-        volume_path: path.display().to_string(),
-        ..Default::default()
-    };
+    let request = requests::stats(volume, path);
     Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
 }
 
 /// Seen in other drivers: the statistics of a Block volume are those of `/dev`'s filesystem, and those of a Filesystem volume
 /// are the host disk's.
 #[apply(every_pool)]
-async fn stats_of_a_block_volume_are_its_own(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
-    Content::default().write(&device, 0, 256, 1);
+async fn stats_of_a_block_volume_are_its_own(rig: Rig<pool>) {
+    let (raw, device, _) = rig.written_volume("raw", 64 * MIB, (0, 256, 1)).await;
     std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
     let usage = stats(&rig, &raw, &device).await.expect("stats");
     let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
@@ -43,21 +37,18 @@ async fn stats_of_a_block_volume_are_its_own(pool: PoolKind) {
     ] {
         assert_eq!(stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(), expected, "{path}");
     }
-    rig.detach_and_finish(&raw).await;
+    rig.detach(&raw).await;
 }
 
 /// The same for filesystems, which report inodes too.
 #[apply(every_pool)]
 async fn stats_of_a_mounted_volume_are_its_own(
-    pool: PoolKind,
+    rig: Rig<pool>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability).await;
     std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
     std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
     for path in [target.clone(), kubelet.join(&volume).join("staging")] {
@@ -74,31 +65,30 @@ async fn stats_of_a_mounted_volume_are_its_own(
             None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
         }
     }
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
-    rig.finish();
 }
 
 /// The mount flag `ro` is a request of the user, so it is not reported as an error. A btrfs that is mounted read-only is not
 /// grown.
 #[apply(device_cases)]
-async fn a_volume_mounted_with_ro_is_well(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
+async fn a_volume_mounted_with_ro_is_well(rig: Rig<Xfs>, #[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let (volume, _) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
+    rig.detach(&volume).await;
     rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
     if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
         mount.mount_flags.push("noatime,ro".into());
     }
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&volume, capability).await;
     assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
     assert_eq!(node_health(&rig, &volume).await, []);
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&volume).await;
+}
+
+/// The read-ahead of the one device, and whether it does direct I/O.
+fn tuned(rig: &Rig) -> [String; 2] {
+    ["queue/read_ahead_kb", "loop/dio"].map(|attribute| queue(rig, attribute))
 }
 
 fn queue(rig: &Rig, attribute: &str) -> String {
@@ -109,8 +99,7 @@ fn queue(rig: &Rig, attribute: &str) -> String {
 /// VolumeAttributesClass parameters change the attached device, survive a restart, and apply from the start if the volume is
 /// made with them. Writes that are still in the page cache are in a snapshot too.
 #[apply(every_pool)]
-async fn attributes_change_the_live_device(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn attributes_change_the_live_device(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
     let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
         volume_id: volume.to_owned(),
@@ -127,10 +116,7 @@ async fn attributes_change_the_live_device(pool: PoolKind) {
         for _ in 0..2 {
             rig.client.controller.controller_modify_volume(request.clone()).await.expect("modify");
         }
-        assert_eq!(
-            (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
-            (kib, dio)
-        );
+        assert_eq!(tuned(&rig), [kib, dio]);
     }
     for (volume, pairs, expected) in [
         ("", vec![("readAheadKiB", "4")], Code::InvalidArgument),
@@ -153,13 +139,9 @@ async fn attributes_change_the_live_device(pool: PoolKind) {
     assert_eq!(rig.changed(&first, &second).await, content.changed_since(&before, BLOCK));
     rig.detach(&volume).await;
 
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     rig.attach(&volume).await;
-    assert_eq!(
-        (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
-        ("2048", "0")
-    );
+    assert_eq!(tuned(&rig), ["2048", "0"]);
     let back = modify(&volume, &[("directIO", "true")]);
     match rig.client.controller.controller_modify_volume(back).await {
         Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
@@ -177,7 +159,6 @@ async fn attributes_change_the_live_device(pool: PoolKind) {
     request.name = "untuned".into();
     request.mutable_parameters.insert("iops".into(), "1".into());
     assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
-    rig.finish();
 }
 
 fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
@@ -196,10 +177,7 @@ fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeReq
 }
 
 fn undo(publish: &proto::NodePublishVolumeRequest) -> proto::NodeUnpublishVolumeRequest {
-    proto::NodeUnpublishVolumeRequest {
-        volume_id: publish.volume_id.clone(),
-        target_path: publish.target_path.clone(),
-    }
+    requests::unpublish(&publish.volume_id, &publish.target_path)
 }
 
 fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
@@ -211,8 +189,7 @@ fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
 }
 
 #[apply(every_pool)]
-async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
     let publish = ephemeral(&rig, "csi-1234", "64Mi");
     let target = Path::new(&publish.target_path).to_owned();
     for _ in 0..2 {
@@ -225,8 +202,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
     let list = proto::ListVolumesRequest::default();
     let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
     assert!(list.entries.is_empty(), "an ephemeral volume is listed");
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     let mut clash = publish.clone();
@@ -240,8 +216,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
     // A crash between making and publishing the volume, or during the publish.
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     sys::mount::unmount(&target).expect("unmount");
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     rig.client.node.node_publish_volume(publish.clone()).await.expect("repaired");
     rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
     nothing_is_left(&rig, &publish);
@@ -273,13 +248,10 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
         mount.mount_flags.push("nonsense".into());
     }
     flags.volume_capability = Some(capability);
-    assert_eq!(
-        status_code(rig.client.node.node_publish_volume(flags.clone()).await),
-        Code::FailedPrecondition
-    );
+    let refused = status_code(rig.client.node.node_publish_volume(flags.clone()).await);
+    assert_eq!(refused, Code::FailedPrecondition);
     nothing_is_left(&rig, &flags);
-    let request = new_volume("real", MIB, block_capability());
-    let real = rig.client.create_volume(request).await.expect("create").volume_id;
+    let real = rig.volume("real", MIB, block_capability()).await;
     let posing = ephemeral(&rig, &real, "8Mi");
     assert_eq!(status_code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
     rig.client.delete_volume(&real).await.expect("delete");
@@ -287,7 +259,6 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(pool: PoolKind) {
     raw.volume_capability = Some(block_capability());
     assert_eq!(status_code(rig.client.node.node_publish_volume(raw.clone()).await), Code::InvalidArgument);
     nothing_is_left(&rig, &raw);
-    rig.finish();
 }
 
 #[apply(device_test)]
@@ -298,8 +269,7 @@ async fn attachments_bind_volumes_to_their_node() {
     assert_eq!(info.max_volumes_per_node, 2);
     let mut ids = Vec::new();
     for name in ["one", "two", "three"] {
-        let request = new_volume(name, MIB, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        ids.push(rig.volume(name, MIB, block_capability()).await);
     }
     let attach = |volume: &str, node: &str, readonly| proto::ControllerPublishVolumeRequest {
         volume_id: volume.to_owned(),
@@ -308,11 +278,7 @@ async fn attachments_bind_volumes_to_their_node() {
         readonly,
         ..Default::default()
     };
-    let detach = |volume: &str, node: &str| proto::ControllerUnpublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        node_id: node.to_owned(),
-        ..Default::default()
-    };
+    let detach = |volume: &str, node: &str| requests::detach(volume, node);
     let mut controller = rig.client.controller.clone();
     for _ in 0..2 {
         controller.controller_publish_volume(attach(&ids[0], "node-1", true)).await.expect("attach");
@@ -329,8 +295,7 @@ async fn attachments_bind_volumes_to_their_node() {
     controller.controller_publish_volume(attach(&ids[1], "node-1", false)).await.expect("attach");
     let third = controller.controller_publish_volume(attach(&ids[2], "node-1", false)).await;
     assert_eq!(status_code(third), Code::ResourceExhausted);
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     let mut controller = rig.client.controller.clone();
     let list =
         controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list").into_inner();
@@ -357,10 +322,8 @@ async fn attachments_bind_volumes_to_their_node() {
         controller.controller_unpublish_volume(detach(&ids[0], node)).await.expect("detach");
     }
     controller.controller_unpublish_volume(detach("unknown", "node-1")).await.expect("nothing to undo");
-    assert_eq!(
-        status_code(controller.controller_unpublish_volume(detach("", "x")).await),
-        Code::InvalidArgument
-    );
+    let refused = status_code(controller.controller_unpublish_volume(detach("", "x")).await);
+    assert_eq!(refused, Code::InvalidArgument);
     rig.client.delete_volume(&ids[0]).await.expect("delete");
     rig.finish();
 }

@@ -3,25 +3,22 @@
 //! that are full, read-only, dead or damaged, with the functions of this file.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::Path;
 
-use csi_client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability};
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{self, sweep::devices_below};
+use proto::VolumeHealth;
 use proto::node_get_storage_health_response::StorageBackendHealth;
 use proto::volume_health::VolumeHealthEntry;
 pub use proto::{StorageHealthErrorType, VolumeHealthErrorType};
-use proto::{VolumeHealth, controller_service_capability, node_service_capability};
 use tonic::{Code, Status};
 
-use testkit::{MIB, PoolKind, Rig, status_code};
+use testkit::{MIB, PoolKind, Rig, eventually, requests, status_code};
 
 /// The faults of a volume, as the controller reports them.
 pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
-    let request =
-        proto::ControllerGetVolumeHealthRequest { volume_id: volume.to_owned(), ..Default::default() };
-    let reported = rig.client.controller.clone().controller_get_volume_health(request).await;
+    let reported = rig.client.controller.clone().controller_get_volume_health(requests::health(volume)).await;
     of(reported.expect("ControllerGetVolumeHealth").into_inner().volume_health, volume)
 }
 
@@ -119,37 +116,25 @@ use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
 /// The checks of csi-sanity and more: the capabilities, which requests are refused, and that a healthy volume has no faults,
 /// wherever it is in use and even where publishing it failed.
 #[apply(every_pool)]
-async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
     let mut controller = rig.client.controller.clone();
     let claimed = controller.controller_get_capabilities(proto::ControllerGetCapabilitiesRequest {}).await;
-    let claimed: Vec<_> = claimed.expect("capabilities").into_inner().capabilities;
-    let claims = |kind: controller_service_capability::rpc::Type| {
-        use controller_service_capability::{Rpc, Type};
-        claimed.iter().any(|claim| claim.r#type == Some(Type::Rpc(Rpc { r#type: kind.into() })))
-    };
-    assert!(claims(controller_service_capability::rpc::Type::GetVolumeHealth));
-    assert!(claims(controller_service_capability::rpc::Type::ListVolumeHealth));
+    let claimed = format!("{:?}", claimed.expect("capabilities").into_inner());
+    assert!(["GetVolumeHealth", "ListVolumeHealth"].iter().all(|name| claimed.contains(name)), "{claimed}");
     let claimed = rig.client.node.node_get_capabilities(proto::NodeGetCapabilitiesRequest {}).await;
-    let claimed: Vec<_> = claimed.expect("capabilities").into_inner().capabilities;
-    let claims = |kind: node_service_capability::rpc::Type| {
-        use node_service_capability::{Rpc, Type};
-        claimed.iter().any(|claim| claim.r#type == Some(Type::Rpc(Rpc { r#type: kind.into() })))
-    };
-    assert!(claims(node_service_capability::rpc::Type::GetVolumeHealth));
-    assert!(claims(node_service_capability::rpc::Type::GetStorageHealth));
+    let claimed = format!("{:?}", claimed.expect("capabilities").into_inner());
+    assert!(["GetVolumeHealth", "GetStorageHealth"].iter().all(|name| claimed.contains(name)), "{claimed}");
 
     let (raw, device) = rig.block_volume("raw", 16 * MIB).await;
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 64 * MIB, capability.clone());
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 64 * MIB, capability.clone()).await;
     // The volume is not in use, or kubelet only tried to use it.
     for (published, staged) in [("", ""), ("/nowhere/published", ""), ("/nowhere/published", "/nowhere")] {
         let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
         assert!(reported.is_empty(), "{reported:?}");
     }
     let kubelet = rig.kubelet();
-    let target = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&files, capability).await;
     let staging = kubelet.join(&files).join("staging").display().to_string();
     let target = target.display().to_string();
     for (published, staged) in [("", ""), (target.as_str(), ""), ("", staging.as_str()), (&target, &staging)]
@@ -179,8 +164,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
         assert_eq!(refused.code(), expected, "{volume} {published} {staged}: {refused}");
     }
     for (volume, expected) in [("", Code::InvalidArgument), ("unknown", Code::NotFound)] {
-        let request =
-            proto::ControllerGetVolumeHealthRequest { volume_id: volume.into(), ..Default::default() };
+        let request = requests::health(volume);
         assert_eq!(status_code(controller.controller_get_volume_health(request).await), expected);
     }
     for (max_entries, token, expected) in
@@ -193,27 +177,19 @@ async fn a_volume_that_is_well_has_nothing_to_tell(pool: PoolKind) {
         };
         assert_eq!(status_code(controller.controller_list_volume_health(request).await), expected);
     }
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.detach(&raw).await;
-    rig.client.delete_volume(&raw).await.expect("delete");
-    let request = proto::ControllerGetVolumeHealthRequest { volume_id: raw, ..Default::default() };
+    rig.detach(&files).await;
+    rig.delete(&raw).await;
+    let request = requests::health(raw);
     assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
-    rig.finish();
-}
-
-fn data_of(rig: &Rig, volume: &str) -> PathBuf {
-    rig.pool_dir().join("volumes").join(volume).join("bytes/data.img")
 }
 
 /// A missing or truncated file, and a record that cannot be read, are reported. The list has only such volumes, each once,
 /// with pages of any size.
 #[apply(device_test)]
-async fn lost_bytes_and_records_are_reported_and_listed() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     let mut volumes = Vec::new();
     for number in 0..8 {
-        let request = new_volume(&format!("volume-{number}"), 4 * MIB, block_capability());
-        volumes.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        volumes.push(rig.volume(&format!("volume-{number}"), 4 * MIB, block_capability()).await);
     }
     volumes.sort();
     let ids = |list: Vec<VolumeHealth>| -> Vec<String> {
@@ -223,13 +199,13 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
     // These four of the eight, in the order of the list, including the first and the last.
     let (cut, missing, damaged, last) = (&volumes[0], &volumes[2], &volumes[3], &volumes[7]);
     for volume in [cut, last] {
-        let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
+        let file = File::options().write(true).open(rig.volume_dir(volume).data()).expect("open");
         file.set_len(MIB as u64).expect("cut");
     }
     // A volume in use is reported too.
     rig.attach(missing).await;
-    let moved = data_of(&rig, missing).with_extension("moved");
-    std::fs::rename(data_of(&rig, missing), &moved).expect("move away");
+    let moved = rig.volume_dir(missing).data().with_extension("moved");
+    std::fs::rename(rig.volume_dir(missing).data(), &moved).expect("move away");
     for view in [health(&rig, cut).await, node_health(&rig, cut).await] {
         let said = tells(&view, "FileTruncated", DataLoss);
         assert!(said.contains("1048576 bytes of 4194304"), "{said}");
@@ -271,25 +247,22 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
     rig.kill();
     std::fs::write(&record, sound).expect("write");
     rig.start_again().await;
-    std::fs::rename(moved, data_of(&rig, missing)).expect("move back");
+    std::fs::rename(moved, rig.volume_dir(missing).data()).expect("move back");
     rig.detach(missing).await;
     for volume in [cut, last] {
-        let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
+        let file = File::options().write(true).open(rig.volume_dir(volume).data()).expect("open");
         file.set_len(4 * MIB as u64).expect("make long again");
     }
     assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is reported no more");
-    rig.finish();
 }
 
 /// It cannot be told whether a volume's file exists, because its directory cannot be read. Here a file is in place of the
 /// directory; with a failing disk it would be an I/O error.
 #[apply(device_test)]
-async fn bytes_that_do_not_answer_are_reported() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let request = new_volume("volume", 4 * MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+async fn bytes_that_do_not_answer_are_reported(rig: Rig<Dir>) {
+    let volume = rig.volume("volume", 4 * MIB, block_capability()).await;
     assert_eq!(health(&rig, &volume).await, []);
-    let bytes = data_of(&rig, &volume).parent().expect("a directory").to_owned();
+    let bytes = rig.volume_dir(&volume).data().parent().expect("a directory").to_owned();
     let moved = bytes.with_extension("moved");
     std::fs::rename(&bytes, &moved).expect("move away");
     std::fs::write(&bytes, "").expect("write");
@@ -303,24 +276,33 @@ async fn bytes_that_do_not_answer_are_reported() {
     std::fs::rename(&moved, &bytes).expect("move back");
     assert_eq!(health(&rig, &volume).await, []);
     rig.client.delete_volume(&volume).await.expect("delete");
-    rig.finish();
 }
 
 fn shell(program: &str, arguments: &[&str]) {
     testkit::ok(std::process::Command::new(program).args(arguments));
 }
 
+/// Makes the kernel give up the one mounted filesystem: by an error of ext4, or a shutdown of xfs.
+pub fn give_up(rig: &Rig, fs_type: &str, target: &Path) {
+    if fs_type == "xfs" {
+        sys::program::run("xfs_io", &["-x", "-c", "shutdown"], target, |code| code == 0).expect("shutdown");
+        return;
+    }
+    let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();
+    let trigger =
+        Path::new("/sys/fs/ext4").join(device.file_name().expect("a name")).join("trigger_fs_error");
+    std::fs::write(trigger, "a test").expect("trigger an error");
+}
+
 /// Only the node reports what other programs and the kernel do to a filesystem in use. The controller does not report it.
 #[apply(device_cases)]
 async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
+    rig: Rig<Dir>,
     #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
-    let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let (volume, target) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
     let staging = kubelet.join(&volume).join("staging");
     assert_eq!(node_health(&rig, &volume).await, []);
 
@@ -342,63 +324,44 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     tells(&reported, "NotMounted", Inaccessible);
     assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
     // The statistics must not be those of the filesystem below the mount point.
-    let stats = proto::NodeGetVolumeStatsRequest {
-        volume_id: volume.clone(),
-        volume_path: target_path,
-        ..Default::default()
-    };
+    let stats = requests::stats(&volume, target_path);
     assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
     assert_eq!(health(&rig, &volume).await, []);
-    rig.client.publish(&volume, capability, false, &kubelet).await.expect("published again");
+    rig.publish(&volume, capability).await;
     assert_eq!(node_health(&rig, &volume).await, []);
 
-    let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");
-    let name = device.path().file_name().expect("a name").to_string_lossy().into_owned();
     match fs_type {
         "ext4" => {
-            let trigger = Path::new("/sys/fs/ext4").join(&name).join("trigger_fs_error");
-            std::fs::write(trigger, "a test").expect("trigger an error");
+            give_up(&rig, fs_type, &target);
             // ext4 counts the error a little later.
-            let deadline = Instant::now() + Duration::from_secs(90);
-            while node_health(&rig, &volume).await.is_empty() && Instant::now() < deadline {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
+            let is_counted = async || !node_health(&rig, &volume).await.is_empty();
+            eventually("the error is counted", is_counted).await;
             let said = tells(&node_health(&rig, &volume).await, "FilesystemErrors", Degraded);
             assert!(said.contains("ext4 has counted errors, 1 so far"), "{said}");
         }
         "xfs" => {
-            let done = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-            done.expect("shutdown");
+            give_up(&rig, fs_type, &target);
             let reported = node_health(&rig, &volume).await;
             let said = tells(&reported, "FilesystemShutDown", Inaccessible);
             assert!(said.contains("does not answer"), "{said}");
-            let stats = proto::NodeGetVolumeStatsRequest {
-                volume_id: volume.clone(),
-                volume_path: target.display().to_string(),
-                ..Default::default()
-            };
+            let stats = requests::stats(&volume, &target);
             assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::Internal);
         }
         _ => {}
     }
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     assert_eq!(node_health(&rig, &volume).await, [], "{fs_type}");
     rig.client.delete_volume(&volume).await.expect("delete");
-    rig.finish();
 }
 
 /// A device is gone: detached by another program, or lost in a reboot.
 #[apply(device_test)]
-async fn a_node_tells_that_a_device_is_gone() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
+async fn a_node_tells_that_a_device_is_gone(rig: Rig<Dir>) {
     let (raw, target) = rig.block_volume("raw", 16 * MIB).await;
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 64 * MIB, capability.clone());
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    rig.client.publish(&files, capability.clone(), false, &kubelet).await.expect("publish");
+    let (files, _) = rig.published("files", 64 * MIB, capability.clone()).await;
 
-    let device = || LoopDevice::find(&data_of(&rig, &raw)).expect("look").expect("a device");
+    let device = || LoopDevice::find(&rig.volume_dir(&raw).data()).expect("look").expect("a device");
     sys::mount::unmount(&target).expect("a stranger unmounts it");
     let said = tells(&node_health(&rig, &raw).await, "DeviceGone", Inaccessible);
     assert!(said.contains(&target.display().to_string()), "{said}");
@@ -416,21 +379,17 @@ async fn a_node_tells_that_a_device_is_gone() {
     let reported = node_health(&rig, &files).await;
     let said = tells(&reported, "DeviceGone", Inaccessible);
     assert!(said.contains("lost in a reboot") && reported.len() == 1, "{reported:?}");
-    rig.client.publish(&files, capability, false, &kubelet).await.expect("publish again");
+    rig.publish(&files, capability).await;
     assert_eq!(node_health(&rig, &files).await, []);
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
-    rig.finish();
+    rig.detach(&files).await;
+    rig.detach(&raw).await;
 }
 
 /// Running calls cause no false faults: between the record of a place and its mount nothing is reported.
 #[apply(device_test)]
-async fn calls_at_work_are_no_trouble() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
+async fn calls_at_work_are_no_trouble(rig: Rig<Dir>) {
     let capability = mount_capability("ext4");
-    let request = new_volume("files", 64 * MIB, capability.clone());
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let files = rig.volume("files", 64 * MIB, capability.clone()).await;
     let (stop, stopped) = tokio::sync::watch::channel(false);
     let watcher = {
         let (client, files) = (rig.client.clone(), files.clone());
@@ -450,13 +409,11 @@ async fn calls_at_work_are_no_trouble() {
         })
     };
     for round in 0..20 {
-        rig.client.publish(&files, capability.clone(), false, &kubelet).await.expect("publish");
-        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-        let request = new_volume(&format!("passing {round}"), MIB, block_capability());
-        let passing = rig.client.create_volume(request).await.expect("create").volume_id;
+        rig.publish(&files, capability.clone()).await;
+        rig.detach(&files).await;
+        let passing = rig.volume(&format!("passing {round}"), MIB, block_capability()).await;
         rig.client.delete_volume(&passing).await.expect("delete");
     }
     stop.send(true).expect("the watcher lives");
     assert!(watcher.await.expect("no alarm") > 20, "the watcher made too few calls");
-    rig.finish();
 }

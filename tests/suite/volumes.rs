@@ -6,12 +6,15 @@ use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::blockdev;
+use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::sweep::devices_below;
+use proto::volume_capability::access_mode::Mode;
 use proto::{CapacityRange, GetCapacityRequest};
 use tonic::Code;
 
+use crate::node::with_mode;
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names};
+use testkit::{BLOCK, Beside, GIB, MIB, PoolKind, Rig, code, names, new_volume_from, requests};
 
 fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     let mut request = new_volume(name, required, block_capability());
@@ -59,79 +62,41 @@ async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked(pool
 }
 
 #[apply(device_test)]
-async fn what_is_wrong_with_a_request_is_said() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn what_is_wrong_with_a_request_is_said(rig: Rig<Dir>) {
     let good = || new_volume("good", MIB, block_capability());
-    let mut cases: Vec<(&str, proto::CreateVolumeRequest, Code, &str)> = Vec::new();
-    cases.push((
-        "no name",
-        proto::CreateVolumeRequest { name: String::new(), ..good() },
-        Code::InvalidArgument,
-        "name is missing",
-    ));
-    cases.push((
-        "long name",
-        proto::CreateVolumeRequest { name: "x".repeat(10_000), ..good() },
-        Code::InvalidArgument,
-        "128 bytes",
-    ));
-    cases.push((
-        "no capability",
-        proto::CreateVolumeRequest { volume_capabilities: vec![], ..good() },
-        Code::InvalidArgument,
-        "volume_capabilities",
-    ));
-    let parameter = |name: &str, value: &str| HashMap::from([(name.to_owned(), value.to_owned())]);
-    cases.push((
-        "unknown parameter",
-        proto::CreateVolumeRequest { parameters: parameter("colour", "red"), ..good() },
-        Code::InvalidArgument,
-        "\"colour\"",
-    ));
-    cases.push((
-        "bad block size",
-        proto::CreateVolumeRequest { parameters: parameter("blockSize", "3Ki"), ..good() },
-        Code::InvalidArgument,
-        "\"3Ki\"",
-    ));
-    cases.push((
-        "unknown filesystem",
-        new_volume("fs", MIB, mount_capability("zfs")),
-        Code::InvalidArgument,
-        "ext4, xfs, btrfs",
-    ));
-    let mut writers = block_capability();
-    writers.access_mode = Some(proto::volume_capability::AccessMode {
-        mode: proto::volume_capability::access_mode::Mode::MultiNodeMultiWriter.into(),
-    });
-    cases.push((
-        "many writers",
-        new_volume("writers", MIB, writers),
-        Code::InvalidArgument,
-        "MULTI_NODE_MULTI_WRITER",
-    ));
-    for (id, expected) in
-        [("", Code::InvalidArgument), ("unknown", Code::NotFound), ("../../etc", Code::NotFound)]
-    {
-        let source = Some(from_snapshot(id));
-        cases.push((
-            "source",
-            proto::CreateVolumeRequest { volume_content_source: source, ..good() },
-            expected,
-            "snapshot",
-        ));
-        let source = Some(from_volume(id));
-        cases.push((
-            "source",
-            proto::CreateVolumeRequest { volume_content_source: source, ..good() },
-            expected,
-            "volume",
-        ));
+    let with = |change: &dyn Fn(&mut proto::CreateVolumeRequest)| {
+        let mut request = good();
+        change(&mut request);
+        request
+    };
+    let parameter = |name: &str, value: &str| {
+        with(&|request| _ = request.parameters.insert(name.to_owned(), value.to_owned()))
+    };
+    let writers = with_mode(block_capability(), Mode::MultiNodeMultiWriter);
+    let invalid = Code::InvalidArgument;
+    let mut cases: Vec<(&str, proto::CreateVolumeRequest, Code, &str)> = vec![
+        ("no name", with(&|request| request.name.clear()), invalid, "name is missing"),
+        ("long name", with(&|request| request.name = "x".repeat(10_000)), invalid, "128 bytes"),
+        (
+            "no capability",
+            with(&|request| request.volume_capabilities.clear()),
+            invalid,
+            "volume_capabilities",
+        ),
+        ("unknown parameter", parameter("colour", "red"), invalid, "\"colour\""),
+        ("bad block size", parameter("blockSize", "3Ki"), invalid, "\"3Ki\""),
+        ("unknown filesystem", new_volume("fs", MIB, mount_capability("zfs")), invalid, "ext4, xfs, btrfs"),
+        ("many writers", new_volume("writers", MIB, writers), invalid, "MULTI_NODE_MULTI_WRITER"),
+    ];
+    let from = |source| new_volume_from("good", MIB, block_capability(), source);
+    for (id, expected) in [("", invalid), ("unknown", Code::NotFound), ("../../etc", Code::NotFound)] {
+        cases.push(("source", from(from_snapshot(id)), expected, "snapshot"));
+        cases.push(("source", from(from_volume(id)), expected, "volume"));
     }
     let node = |name: &str| {
         let key = "topology.deltapath.csi.dev/node".to_owned();
         let segments = HashMap::from([(key, name.to_owned())]);
-        proto::TopologyRequirement { requisite: vec![proto::Topology { segments }], preferred: vec![] }
+        Some(proto::TopologyRequirement { requisite: vec![proto::Topology { segments }], preferred: vec![] })
     };
     // An unknown source may be on the node that the scheduler tries next.
     let digits = "0123456789abcdef".repeat(2);
@@ -140,21 +105,13 @@ async fn what_is_wrong_with_a_request_is_said() {
         (from_volume(&format!("vol-{digits}")), Code::ResourceExhausted),
         (from_snapshot("unknown"), Code::NotFound),
     ] {
-        let request = proto::CreateVolumeRequest {
-            volume_content_source: Some(source),
-            accessibility_requirements: Some(node("node-1")),
-            ..good()
-        };
+        let mut request = from(source);
+        request.accessibility_requirements = node("node-1");
         let said = if expected == Code::NotFound { "unknown" } else { "not on this node, node-1" };
         cases.push(("source elsewhere", request, expected, said));
     }
-    let topology = node("node-2");
-    cases.push((
-        "elsewhere",
-        proto::CreateVolumeRequest { accessibility_requirements: Some(topology), ..good() },
-        Code::ResourceExhausted,
-        "node-1",
-    ));
+    let elsewhere = with(&|request| request.accessibility_requirements = node("node-2"));
+    cases.push(("elsewhere", elsewhere, Code::ResourceExhausted, "node-1"));
     for (name, request, expected, said) in cases {
         let error = rig.client.create_volume(request).await.expect_err(name);
         assert_eq!(error.code(), expected, "{name}: {error}");
@@ -162,14 +119,12 @@ async fn what_is_wrong_with_a_request_is_said() {
     }
     assert!(names(&rig.pool_dir().join("volumes")).is_empty(), "a refused call made something");
     assert!(names(&rig.pool_dir().join("staging")).is_empty(), "a refused call left something");
-    rig.finish();
 }
 
 /// Seen in other drivers: the content source is not recorded, so a retry with another source or mode answers `OK`, and a
 /// retry of a clone answers `ALREADY_EXISTS`.
 #[apply(every_pool)]
-async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn creation_is_idempotent_by_name_and_clashes_are_reported(rig: Rig<pool>) {
     let origin = rig.client.create_volume(sized("origin", 8 * MIB, 0)).await.expect("create").volume_id;
     let snapshots = [rig.snapshot("one", &origin).await, rig.snapshot("two", &origin).await];
     let request = |source: Option<proto::VolumeContentSource>| {
@@ -189,15 +144,13 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind)
         for other in others {
             assert_eq!(code(rig.client.create_volume(request(other)).await), Code::AlreadyExists);
         }
-        let mut mode = request(source.clone());
+        let [mut mode, mut larger, mut block_size] = [(); 3].map(|()| request(source.clone()));
         mode.volume_capabilities = vec![mount_capability("ext4")];
-        assert_eq!(code(rig.client.create_volume(mode).await), Code::AlreadyExists);
-        let mut larger = request(source.clone());
         larger.capacity_range = Some(CapacityRange { required_bytes: 9 * MIB, limit_bytes: 0 });
-        assert_eq!(code(rig.client.create_volume(larger).await), Code::AlreadyExists);
-        let mut block_size = request(source.clone());
         block_size.parameters = HashMap::from([("blockSize".to_owned(), "64Ki".to_owned())]);
-        assert_eq!(code(rig.client.create_volume(block_size).await), Code::AlreadyExists);
+        for other in [mode, larger, block_size] {
+            assert_eq!(code(rig.client.create_volume(other).await), Code::AlreadyExists);
+        }
         rig.client.delete_volume(&made.volume_id).await.expect("delete");
     }
     // A retry finds its volume even if the source is deleted.
@@ -205,14 +158,12 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(pool: PoolKind)
     rig.client.delete_snapshot(&snapshots[0]).await.expect("delete");
     let again = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await;
     assert_eq!(again.expect("a retry"), made);
-    rig.finish();
 }
 
 /// Seen in other drivers: after a restore into a larger volume the backing file is too short, and reads past its end fail
 /// with EIO.
 #[apply(every_pool)]
-async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_restore_into_a_larger_volume_has_the_full_size(rig: Rig<pool>) {
     let (origin, device, mut content) = rig.written_volume("origin", 8 * MIB, (0, 16, 1)).await;
     content.write(&device, 2047, 1, 2);
     let snapshot = rig.snapshot("taken", &origin).await;
@@ -228,7 +179,7 @@ async fn a_restore_into_a_larger_volume_has_the_full_size(pool: PoolKind) {
     let mut smaller = sized("smaller", 0, 4 * MIB);
     smaller.volume_content_source = Some(from_snapshot(&snapshot));
     assert_eq!(code(rig.client.create_volume(smaller).await), Code::OutOfRange);
-    rig.detach_and_finish(&origin).await;
+    rig.detach(&origin).await;
 }
 
 /// Seen in other drivers: one lock is held during copies, and GetCapacity waits 20 s for a restore. Here it answers within
@@ -295,8 +246,7 @@ async fn a_long_copy_is_in_nobodys_way() {
 
 /// Seen in other drivers: deleted volumes leave loop devices on deleted files.
 #[apply(every_pool)]
-async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(rig: Rig<pool>) {
     let pool_dir = rig.pool_dir();
     let devices = |below: &Path| devices_below(below).expect("devices").len();
     let (volume, device) = rig.block_volume("used", MIB).await;
@@ -310,9 +260,7 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(pool: P
 
     // A driver that is killed between the attach and the record leaves a device. The deletion frees it.
     let volume = rig.client.create_volume(sized("left over", MIB, 0)).await.expect("create").volume_id;
-    let image = pool_dir.join("volumes").join(&volume).join("bytes/data.img");
-    deltapath::sys::loopdev::LoopDevice::attach(&image, deltapath::sys::loopdev::Access::ReadWrite)
-        .expect("attach");
+    LoopDevice::attach(&rig.volume_dir(&volume).data(), Access::ReadWrite).expect("attach");
     assert_eq!(devices(&pool_dir), 1);
     rig.client.delete_volume(&volume).await.expect("delete");
     assert_eq!(devices(&pool_dir), 0, "the deleted volume left its device");
@@ -322,18 +270,12 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(pool: P
         rig.client.delete_volume(id).await.expect("an unknown id");
     }
     assert_eq!(code(rig.client.delete_volume("").await), Code::InvalidArgument);
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours(rig: Rig<Dir>) {
     let volume = rig.client.create_volume(sized("block", MIB, 0)).await.expect("create").volume_id;
-    let validate = |capabilities, volume_id: &str| proto::ValidateVolumeCapabilitiesRequest {
-        volume_id: volume_id.to_owned(),
-        volume_capabilities: capabilities,
-        ..Default::default()
-    };
+    let validate = |capabilities, volume_id: &str| requests::validate(volume_id, capabilities);
     let controller = &mut rig.client.controller;
     let answer = controller.validate_volume_capabilities(validate(vec![block_capability()], &volume)).await;
     let confirmed = answer.expect("validate").into_inner().confirmed.expect("confirmed");
@@ -356,28 +298,20 @@ async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
         let answer = controller.validate_volume_capabilities(validate(capabilities, id)).await;
         assert_eq!(answer.expect_err("refused").code(), expected);
     }
-    rig.finish();
 }
 
 /// The copy has the content of the snapshot even if its volume is written during the copy.
 #[apply(every_pool)]
-async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_restore_is_exact_while_the_source_is_written(rig: Rig<pool>) {
     let (origin, device, mut content) = rig.written_volume("origin", 64 * MIB, (0, 8192, 1)).await;
     content.discard(&device, 100, 50);
     let snapshot = rig.snapshot("taken", &origin).await;
-    let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-    let writer = std::thread::spawn({
-        let (device, writing) = (device.clone(), writing.clone());
-        move || {
-            let mut fill = 2;
-            while writing.load(std::sync::atomic::Ordering::SeqCst) {
-                let mut scratch = Content::default();
-                scratch.write(&device, u64::from(fill) * 32, 64, fill);
-                open_device(&device).sync_all().expect("sync");
-                fill = 2 + fill % 200;
-            }
-        }
+    let mut fill = 2;
+    let writer = Beside::start(move || {
+        let mut scratch = Content::default();
+        scratch.write(&device, u64::from(fill) * 32, 64, fill);
+        open_device(&device).sync_all().expect("sync");
+        fill = 2 + fill % 200;
     });
     for round in 0..4 {
         let (restored, device) =
@@ -386,7 +320,6 @@ async fn a_restore_is_exact_while_the_source_is_written(pool: PoolKind) {
         rig.detach(&restored).await;
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    writing.store(false, std::sync::atomic::Ordering::SeqCst);
-    writer.join().expect("the writer");
-    rig.detach_and_finish(&origin).await;
+    writer.stop();
+    rig.detach(&origin).await;
 }

@@ -18,14 +18,13 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
 use parking_lot::{Mutex, MutexGuard};
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
-};
+use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
+
+use crate::cluster::Authority;
 
 /// Kills a program when the test's process ends in whatever way: the test holds the pipe at its standard input.
 const KEEPER: &str = r#""$@" </dev/null & pid=$!; read -r _; kill -9 $pid; wait $pid 2>/dev/null"#;
@@ -54,11 +53,15 @@ pub fn kube_programs(programs: &[&str]) -> PathBuf {
     String::from_utf8(output.stdout).expect("a path").trim().into()
 }
 
+/// The configuration of a client with a kubeconfig.
+pub async fn config_of(kubeconfig: &Path) -> Config {
+    let config = Kubeconfig::read_from(kubeconfig).expect("kubeconfig");
+    Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await.expect("a config")
+}
+
 /// A client with the rights of a kubeconfig file.
 pub async fn client_of(kubeconfig: &Path) -> Client {
-    let config = Kubeconfig::read_from(kubeconfig).expect("kubeconfig");
-    let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
-    Client::try_from(config.expect("a config")).expect("a client")
+    Client::try_from(config_of(kubeconfig).await).expect("a client")
 }
 
 impl ApiServer {
@@ -165,10 +168,8 @@ impl ApiServer {
         }
         let namespaces: Api<Namespace> = Api::all(self.client.clone());
         // A controller of the server makes it.
-        while namespaces.get("default").await.is_err() {
-            assert!(Instant::now() < deadline, "the API server has no namespace default");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        let has_default = async || namespaces.get("default").await.is_ok();
+        super::eventually("the API server has a namespace default", has_default).await;
     }
 
     /// Kills the server, and not its etcd.
@@ -214,17 +215,13 @@ impl ApiServer {
             made.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             names.push(crd.metadata.name.expect("a name"));
         }
-        let deadline = Instant::now() + Duration::from_secs(60);
         for name in names {
-            loop {
+            let is_established = async || {
                 let status = crds.get(&name).await.expect("a CRD").status.unwrap_or_default();
                 let conditions = status.conditions.unwrap_or_default();
-                if conditions.iter().any(|c| c.type_ == "Established" && c.status == "True") {
-                    break;
-                }
-                assert!(Instant::now() < deadline, "the CRD {name} is not established");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
+                conditions.iter().any(|c| c.type_ == "Established" && c.status == "True")
+            };
+            super::eventually(&format!("the CRD {name} is established"), is_established).await;
         }
     }
 
@@ -483,13 +480,9 @@ fn resource(kind: &str) -> ApiResource {
 fn make_certificates(dir: &Path) {
     let write = |name: &str, text: String| std::fs::write(dir.join(name), text).expect("write");
     let authority = |file: &str, name: &str| {
-        let mut ca = CertificateParams::new(Vec::new()).expect("params");
-        ca.distinguished_name.push(DnType::CommonName, name);
-        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-        let key = KeyPair::generate().expect("a key");
-        write(file, ca.self_signed(&key).expect("a CA").pem());
-        Issuer::new(ca, key)
+        let authority = Authority::new(name);
+        write(file, authority.pem.clone());
+        authority
     };
     let (issuer, proxy) = (authority("ca.crt", "test CA"), authority("proxy-ca.crt", "front proxy CA"));
     for (issuer, name, subject, organization) in [
@@ -507,9 +500,9 @@ fn make_certificates(dir: &Path) {
         }
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let key = KeyPair::generate().expect("a key");
-        write(&format!("{name}.crt"), params.signed_by(&key, issuer).expect("a certificate").pem());
-        write(&format!("{name}.key"), key.serialize_pem());
+        let (chain, key) = issuer.sign(&params);
+        write(&format!("{name}.crt"), chain);
+        write(&format!("{name}.key"), key);
     }
     let accounts = KeyPair::generate().expect("a key");
     write("accounts.key", accounts.serialize_pem());

@@ -7,7 +7,8 @@ use csi_client::{Client, block_capability};
 use nix::sys::signal::Signal;
 use proto::{CreateVolumeRequest, Topology, TopologyRequirement};
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
 };
 use tempfile::TempDir;
 
@@ -35,20 +36,26 @@ impl Authority {
         let mut params = CertificateParams::new(Vec::new()).expect("params");
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
         let key = KeyPair::generate().expect("a key");
         let pem = params.self_signed(&key).expect("a CA").pem();
         Authority { pem, issuer: Issuer::new(params, key) }
     }
 
+    /// A certificate with a new key: its chain and the key, in PEM.
+    pub fn sign(&self, params: &CertificateParams) -> (String, String) {
+        let key = KeyPair::generate().expect("a key");
+        (params.signed_by(&key, &self.issuer).expect("a certificate").pem(), key.serialize_pem())
+    }
+
     /// Writes a certificate for this URI, its key, and this CA, as `NAME.crt`, `NAME.key` and `NAME.ca`.
     pub fn issue(&self, dir: &Path, name: &str, uri: &str) {
-        let key = KeyPair::generate().expect("a key");
         let mut params = CertificateParams::new(Vec::new()).expect("params");
         params.subject_alt_names.push(SanType::URI(uri.try_into().expect("a URI")));
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let leaf = params.signed_by(&key, &self.issuer).expect("a certificate");
-        for (end, content) in [("key", key.serialize_pem()), ("ca", self.pem.clone()), ("crt", leaf.pem())] {
+        let (chain, key) = self.sign(&params);
+        for (end, content) in [("key", key), ("ca", self.pem.clone()), ("crt", chain)] {
             std::fs::write(dir.join(format!("{name}.{end}")), content).expect("write");
         }
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -9,6 +10,14 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 
 use crate::pages;
+
+/// A command of `cbt-lab` for the driver at a socket.
+pub fn command(name: &str, socket: &Path) -> Command {
+    let mut command = Command::new(crate::program("cbt-lab"));
+    command.args([name, "--endpoint", &format!("unix://{}", socket.display())]).env_remove("CSI_ENDPOINT");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
 
 /// Serves until it is dropped.
 pub struct Lab {
@@ -73,6 +82,14 @@ impl Lab {
         let (upstream, listen) = (address(upstream), address(listen));
         let fixed = ["faults", "--upstream", &upstream, "--listen", &listen];
         Self::start(fixed.iter().chain(&["--control", "127.0.0.1:0", "--fault", faults])).await
+    }
+
+    /// The same before a rig's driver, and its socket.
+    pub async fn faulty(rig: &crate::Rig, faults: &str) -> (Self, PathBuf) {
+        static SOCKETS: AtomicUsize = AtomicUsize::new(0);
+        let number = SOCKETS.fetch_add(1, Ordering::Relaxed);
+        let socket = rig.dir.path().join(format!("faulty-{number}.sock"));
+        (Self::before(&rig.socket(), &socket, faults).await, socket)
     }
 
     /// A mock on a socket in `dir`, with a control address.

@@ -20,6 +20,7 @@ pub mod pages;
 pub mod places;
 pub mod plugin;
 mod pool;
+pub mod requests;
 mod rig;
 pub mod running;
 pub mod sanity;
@@ -30,6 +31,8 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use deltapath::store::VolumeRecord;
@@ -106,6 +109,57 @@ pub const HOME: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 /// A directory that [`Rig`] takes.
 pub fn temp_dir() -> TempDir {
     tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir")
+}
+
+/// A directory that is freed of mounts and devices when this is dropped, also where a test fails.
+pub struct Swept(pub PathBuf);
+
+impl Drop for Swept {
+    fn drop(&mut self) {
+        let _ = deltapath::sys::sweep::sweep(&self.0);
+    }
+}
+
+/// A directory for a test without a rig, and what frees it.
+pub fn swept_dir() -> (TempDir, Swept) {
+    let dir = temp_dir();
+    let swept = Swept(dir.path().to_owned());
+    (dir, swept)
+}
+
+/// All that a program has said.
+pub fn said(output: &std::process::Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// What `deltapath verify` finds in a data directory.
+pub fn verify(data_dir: &Path) -> std::process::Output {
+    let mut command = Command::new(program("deltapath"));
+    command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
+    command.output().expect("run deltapath verify")
+}
+
+/// The ids of a group's snapshots.
+pub fn members(group: &proto::VolumeGroupSnapshot) -> Vec<String> {
+    group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect()
+}
+
+/// A number of `/proc/PID/status`: memory in KiB.
+pub fn process_status(pid: u32, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).expect(field);
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+/// A request for a volume that is made from something.
+pub fn new_volume_from(
+    name: &str,
+    bytes: i64,
+    capability: proto::VolumeCapability,
+    source: proto::VolumeContentSource,
+) -> proto::CreateVolumeRequest {
+    let volume_content_source = Some(source);
+    proto::CreateVolumeRequest { volume_content_source, ..csi_client::new_volume(name, bytes, capability) }
 }
 
 /// The root of a mount that is seen where it is.
@@ -283,6 +337,48 @@ pub fn until_caught(pid: u32) {
     });
 }
 
+/// What is done again and again in a thread beside a test, until it is dropped at the latest.
+pub struct Beside {
+    goes_on: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Beside {
+    pub fn start(mut work: impl FnMut() + Send + 'static) -> Self {
+        let goes_on = Arc::new(AtomicBool::new(true));
+        let seen = goes_on.clone();
+        let thread = std::thread::spawn(move || {
+            while seen.load(Ordering::Relaxed) {
+                work();
+            }
+        });
+        Beside { goes_on, thread: Some(thread) }
+    }
+
+    /// Ends it, and waits for that.
+    pub fn stop(mut self) {
+        self.goes_on.store(false, Ordering::Relaxed);
+        self.thread.take().expect("it runs").join().expect("what is done beside the test");
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.goes_on.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Checks a filesystem that is not mounted for writing.
+#[track_caller]
+pub fn fsck(fs_type: &str, device: &Path) {
+    let (program, arguments): (_, &[&str]) = match fs_type {
+        "ext4" => ("e2fsck", &["-f", "-n"]),
+        "xfs" => ("xfs_repair", &["-n"]),
+        _ => ("btrfs", &["check", "--readonly", "--force"]),
+    };
+    ok(Command::new(program).args(arguments).arg(device));
+}
+
 /// The names in a directory.
 pub fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(dir)
@@ -291,6 +387,25 @@ pub fn names(dir: &Path) -> Vec<String> {
         .collect();
     names.sort();
     names
+}
+
+/// All files and directories below a directory, in order. Links are not followed, and what goes meanwhile may be in it.
+pub fn paths_below(dir: &Path) -> Vec<PathBuf> {
+    let (mut found, mut left) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(dir) = left.pop() {
+        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
+        let entries: Vec<PathBuf> = entries.map(|entry| entry.expect("entry").path()).collect();
+        left.extend(entries.iter().filter(|path| path.is_dir() && !path.is_symlink()).cloned());
+        found.extend(entries);
+    }
+    found.sort();
+    found
+}
+
+/// The files below a directory whose names end so, `rs` say.
+pub fn files_below(dir: &Path, extension: &str) -> Vec<PathBuf> {
+    let is_one = |path: &PathBuf| path.extension().is_some_and(|found| found == extension) && path.is_file();
+    paths_below(dir).into_iter().filter(is_one).collect()
 }
 
 /// A TCP port without a listener, that no other test of this process was given: until its program listens there, another test
@@ -311,9 +426,18 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets.
+/// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets. One that takes a `rig: Rig<Xfs>` is given a
+/// driver on this pool, which is stopped in order at its end and must leave nothing.
 #[macro_export]
 macro_rules! device_test {
+    ($(#[$attribute:meta])* async fn $name:ident($rig:ident: Rig<$pool:ident>) $body:tt) => {
+        $(#[$attribute])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name() {
+            $crate::with_rig! { $rig, $crate::PoolKind::$pool, $body }
+        }
+    };
     ($($test:tt)*) => {
         #[test_with::root]
         #[tokio::test(flavor = "multi_thread")]
@@ -321,9 +445,30 @@ macro_rules! device_test {
     };
 }
 
+/// A test between the start of its driver and the end.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_rig {
+    ($rig:ident, $pool:expr, $body:tt) => {
+        #[allow(unused_mut)]
+        let mut $rig = $crate::Rig::start($pool).await;
+        $body
+        $rig.finish();
+    };
+}
+
 /// The same for each `#[case]`, or for each of the `#[values]`.
 #[macro_export]
 macro_rules! device_cases {
+    ($(#[$case:meta])* async fn $name:ident($rig:ident: Rig<$pool:ident>, $($more:tt)*) $body:tt) => {
+        #[rstest::rstest]
+        $(#[$case])*
+        #[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name($($more)*) {
+            $crate::with_rig! { $rig, $crate::PoolKind::$pool, $body }
+        }
+    };
     ($(#[$case:meta])* async fn $($test:tt)*) => {
         #[rstest::rstest]
         $(#[$case])*
@@ -345,9 +490,17 @@ macro_rules! root_cases {
     };
 }
 
-/// The same on every pool, the first argument.
+/// The same on every pool, the first argument, or what the rig's driver is on (`rig: Rig<pool>`).
 #[macro_export]
 macro_rules! every_pool {
+    ($(#[$attribute:meta])* async fn $name:ident($rig:ident: Rig<$pool:ident> $(, $($more:tt)*)?) $body:tt) => {
+        $crate::every_pool! {
+            $(#[$attribute])*
+            async fn $name($pool: PoolKind $(, $($more)*)?) {
+                $crate::with_rig! { $rig, $pool, $body }
+            }
+        }
+    };
     ($(#[$attribute:meta])* async fn $name:ident($pool:ident: PoolKind $(, $($more:tt)*)?) $body:tt) => {
         #[rstest::rstest]
         $(#[$attribute])*

@@ -4,15 +4,21 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability};
+use base::ObjectDir;
+use csi_client::{Client, block_capability, new_volume};
 use deltapath::sys::sweep::sweep;
+use proto::{VolumeCapability, VolumeContentSource};
 use tempfile::TempDir;
 
 use crate::content::{Content, blocks_of};
-use crate::{BLOCK, PoolKind, is_held_elsewhere, names, program, signal, temp_dir, wait};
+use crate::{
+    BLOCK, PoolKind, Swept, is_held_elsewhere, names, new_volume_from, program, signal, temp_dir, wait,
+};
 
 pub struct Rig {
     pub client: Client,
+    /// Of a driver that does not start, too.
+    _swept: Swept,
     pub dir: TempDir,
     pool: PoolKind,
     arguments: Vec<String>,
@@ -54,19 +60,15 @@ impl Rig {
         environment: Vec<(&'static str, std::ffi::OsString)>,
         log_filter: &str,
     ) -> Self {
-        let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        let log_filter = log_filter.to_owned();
-        let mut rig = PartialRig { dir: Some(dir), pool, arguments, environment, log_filter };
-        let (child, client) = rig.spawn().await;
-        let mut rig = Rig {
-            client,
-            dir: rig.dir.take().expect("set above"),
-            pool,
-            arguments: rig.arguments.clone(),
-            environment: rig.environment.clone(),
-            log_filter: rig.log_filter.clone(),
-            child: Some(child),
-        };
+        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let swept = Swept(dir.path().to_owned());
+        let started = try_command(dir.path(), pool, &arguments, &environment, log_filter).await;
+        let (child, client) = started.unwrap_or_else(|ended| {
+            let log = std::fs::read_to_string(dir.path().join("driver.log")).unwrap_or_default();
+            panic!("the driver did not start ({ended}):\n{log}");
+        });
+        let (log_filter, child) = (log_filter.to_owned(), Some(child));
+        let mut rig = Rig { client, _swept: swept, dir, pool, arguments, environment, log_filter, child };
         let info = rig.client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
         let manifest = info.expect("GetPluginInfo").into_inner().manifest;
         assert_eq!(manifest["pool"], pool.name(), "another pool is in use than the test names");
@@ -90,6 +92,16 @@ impl Rig {
         let groups = below(self.pool_dir().join("groups")).filter(is_deleted);
         let members = groups.flat_map(|(dir, _)| below(dir.join("members")));
         alone.chain(members).map(|(_, id)| id).collect()
+    }
+
+    /// The files of a volume.
+    pub fn volume_dir(&self, id: &str) -> ObjectDir {
+        ObjectDir::new(self.pool_dir().join("volumes").join(id))
+    }
+
+    /// The files of a snapshot that was taken alone.
+    pub fn snapshot_dir(&self, id: &str) -> ObjectDir {
+        ObjectDir::new(self.pool_dir().join("snapshots").join(id))
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -137,9 +149,15 @@ impl Rig {
 
     /// Starts the driver again on the same data directory.
     pub async fn start_again(&mut self) {
-        let (dir, pool) = (self.dir.path(), self.pool);
-        let (child, client) = command(dir, pool, &self.arguments, &self.environment, &self.log_filter).await;
-        (self.child, self.client) = (Some(child), client);
+        if let Err(ended) = self.try_start_again().await {
+            panic!("the driver did not start ({ended}):\n{}", self.log());
+        }
+    }
+
+    /// A crash, and the next start.
+    pub async fn crash(&mut self) {
+        self.kill();
+        self.start_again().await;
     }
 
     /// Starts the driver again; an error where it ends instead of answering.
@@ -189,11 +207,9 @@ impl Rig {
 
     /// The same with a block size.
     pub async fn block_volume_of(&mut self, name: &str, bytes: i64, block_size: &str) -> (String, PathBuf) {
-        let mut request = csi_client::new_volume(name, bytes, block_capability());
+        let mut request = new_volume(name, bytes, block_capability());
         request.parameters.insert("blockSize".into(), block_size.into());
-        let volume = self.client.create_volume(request).await.expect("CreateVolume");
-        let device = self.attach(&volume.volume_id).await;
-        (volume.volume_id, device)
+        self.made_and_attached(request).await
     }
 
     /// A published Block volume made from something.
@@ -201,18 +217,62 @@ impl Rig {
         &mut self,
         name: &str,
         bytes: i64,
-        source: proto::VolumeContentSource,
+        source: VolumeContentSource,
     ) -> (String, PathBuf) {
-        let mut request = csi_client::new_volume(name, bytes, block_capability());
-        request.volume_content_source = Some(source);
-        let volume = self.client.create_volume(request).await.expect("CreateVolume from a source");
-        let device = self.attach(&volume.volume_id).await;
-        (volume.volume_id, device)
+        self.made_and_attached(new_volume_from(name, bytes, block_capability(), source)).await
+    }
+
+    async fn made_and_attached(&mut self, request: proto::CreateVolumeRequest) -> (String, PathBuf) {
+        let volume = self.client.create_volume(request).await.expect("CreateVolume").volume_id;
+        let device = self.attach(&volume).await;
+        (volume, device)
+    }
+
+    /// A volume that nobody uses.
+    pub async fn volume(&mut self, name: &str, bytes: i64, capability: VolumeCapability) -> String {
+        self.client.create_volume(new_volume(name, bytes, capability)).await.expect("CreateVolume").volume_id
+    }
+
+    /// The same made from something.
+    pub async fn made_from(
+        &mut self,
+        name: &str,
+        bytes: i64,
+        capability: VolumeCapability,
+        source: VolumeContentSource,
+    ) -> String {
+        let request = new_volume_from(name, bytes, capability, source);
+        self.client.create_volume(request).await.expect("CreateVolume from a source").volume_id
+    }
+
+    /// A volume, and where it is published.
+    pub async fn published(
+        &mut self,
+        name: &str,
+        bytes: i64,
+        capability: VolumeCapability,
+    ) -> (String, PathBuf) {
+        let volume = self.volume(name, bytes, capability.clone()).await;
+        let target = self.publish(&volume, capability).await;
+        (volume, target)
+    }
+
+    /// Stages a volume and publishes it for writing: where.
+    pub async fn publish(&mut self, volume_id: &str, capability: VolumeCapability) -> PathBuf {
+        self.try_publish(volume_id, capability).await.expect("publish")
+    }
+
+    pub async fn try_publish(
+        &mut self,
+        volume_id: &str,
+        capability: VolumeCapability,
+    ) -> csi_client::Result<PathBuf> {
+        let kubelet = self.kubelet();
+        self.client.publish(volume_id, capability, false, &kubelet).await
     }
 
     pub async fn attach(&mut self, volume_id: &str) -> PathBuf {
-        let kubelet = self.kubelet();
-        self.client.publish(volume_id, block_capability(), false, &kubelet).await.expect("publish")
+        self.publish(volume_id, block_capability()).await
     }
 
     pub async fn detach(&mut self, volume_id: &str) {
@@ -220,8 +280,9 @@ impl Rig {
         self.client.unpublish(volume_id, &kubelet).await.expect("unpublish");
     }
 
-    /// Deletes a volume that was unpublished.
+    /// Unpublishes a volume, and deletes it.
     pub async fn delete(&mut self, volume_id: &str) {
+        self.detach(volume_id).await;
         let deadline = Instant::now() + LETTING_GO;
         loop {
             match self.client.delete_volume(volume_id).await {
@@ -248,30 +309,6 @@ impl Rig {
     /// The 4 KiB blocks that hold data.
     pub async fn allocated(&mut self, snapshot: &str) -> Vec<u64> {
         blocks_of(&self.client.allocated(snapshot, 0, 0).await.expect("GetMetadataAllocated"), BLOCK)
-    }
-}
-
-/// What a rig is before its driver answers: if that fails, the directory still goes.
-struct PartialRig {
-    dir: Option<TempDir>,
-    pool: PoolKind,
-    arguments: Vec<String>,
-    environment: Vec<(&'static str, std::ffi::OsString)>,
-    log_filter: String,
-}
-
-impl PartialRig {
-    async fn spawn(&mut self) -> (Child, Client) {
-        let dir = self.dir.as_ref().expect("set until the rig is whole");
-        command(dir.path(), self.pool, &self.arguments, &self.environment, &self.log_filter).await
-    }
-}
-
-impl Drop for PartialRig {
-    fn drop(&mut self) {
-        if let Some(dir) = &self.dir {
-            let _ = sweep(dir.path());
-        }
     }
 }
 
@@ -323,22 +360,6 @@ fn started_by(words: &str, ended: &Command) -> Command {
     }
     command.stdin(Stdio::null()).stdout(Stdio::null());
     command
-}
-
-async fn command(
-    dir: &Path,
-    pool: PoolKind,
-    arguments: &[String],
-    environment: &[(&'static str, std::ffi::OsString)],
-    log_filter: &str,
-) -> (Child, Client) {
-    match try_command(dir, pool, arguments, environment, log_filter).await {
-        Ok(running) => running,
-        Err(ended) => {
-            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
-            panic!("the driver did not start ({ended}):\n{log}");
-        }
-    }
 }
 
 /// Starts a driver below `dir`; an error where it ends instead of answering.

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use libtest_mimic::{Arguments, Trial};
 use parking_lot::Mutex;
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rcgen::CertificateParams;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::api_server::ApiServer;
+use crate::cluster::Authority;
 
 pub type Test<W> = fn(W) -> Pin<Box<dyn Future<Output = ()>>>;
 
@@ -105,16 +106,10 @@ pub struct Certificate {
 
 /// A certificate for these hosts, by a CA of its own.
 pub fn certificate(hosts: &[&str]) -> Certificate {
-    let mut ca = CertificateParams::new(Vec::new()).expect("params");
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let ca_key = KeyPair::generate().expect("a key");
-    let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
-    let issuer = Issuer::new(ca, ca_key);
-    let key = KeyPair::generate().expect("a key");
+    let authority = Authority::new("CA");
     let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-    let leaf =
-        CertificateParams::new(hosts).expect("params").signed_by(&key, &issuer).expect("a certificate");
-    Certificate { ca: ca_pem, chain: leaf.pem(), key: key.serialize_pem() }
+    let (chain, key) = authority.sign(&CertificateParams::new(hosts).expect("params"));
+    Certificate { ca: authority.pem, chain, key }
 }
 
 /// The code and the body that a program answers with at this port, over HTTP/1.0, which knows no chunks; `None` where nobody

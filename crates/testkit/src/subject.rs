@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::Arc;
 
-use csi_client::{Client, block_capability, new_volume};
+use csi_client::{Client, block_capability};
 use deltapath::sys::sweep::sweep;
 use prost::Message;
 use tempfile::TempDir;
@@ -15,7 +15,7 @@ use tonic::codegen::http::{Request, Response};
 use tonic::transport::Channel;
 
 use crate::cluster::{Cluster, PATIENCE, Router, eventually, key_of, patiently};
-use crate::{PoolKind, Rig, leftovers, temp_dir};
+use crate::{PoolKind, Rig, leftovers, new_volume_from, temp_dir};
 
 /// A driver, or drivers behind a router, on one socket.
 pub struct Subject<'r> {
@@ -214,8 +214,7 @@ impl<'r> Subject<'r> {
         bytes: i64,
         source: proto::VolumeContentSource,
     ) -> (String, PathBuf) {
-        let mut request = new_volume(name, bytes, block_capability());
-        request.volume_content_source = Some(source);
+        let mut request = new_volume_from(name, bytes, block_capability(), source);
         if let Of::Routed(routed) = &mut self.of {
             let Routed { cluster, turn, .. } = &mut **routed;
             *turn += 1;

@@ -4,8 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
-
-use super::said;
+use testkit::said;
 
 /// The script of both files.
 fn script() -> String {
@@ -43,11 +42,8 @@ async fn the_files_for_other_drivers_ci_run_the_cases() {
     let flags = "--volume-size 64Mi --focus ^delta-(served|order|complete)$";
     let output = run(&script, dir, &driver, flags);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    assert!(
-        said(&output).contains("PASS: 3 passed") && junit().contains("name=\"delta-complete\""),
-        "{}",
-        said(&output)
-    );
+    let told = said(&output);
+    assert!(told.contains("PASS: 3 passed") && junit().contains("name=\"delta-complete\""), "{told}");
     assert!(std::fs::read_to_string(dir.join("artifacts/driver.log")).expect("a log").contains("listening"));
     // A case that fails fails the job.
     let broken = "64Mi --focus ^delta-complete$ --staging-dir /proc/none";

@@ -42,15 +42,13 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
 /// The driver is killed and restarted, as kubelet does it. Later cases are not affected. Once while volumes are made, and
 /// once while they are streamed, with cases one after another and at once. Cases that mostly wait are left out.
 #[apply(device_test)]
-async fn a_driver_that_comes_back_is_tested_on() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_driver_that_comes_back_is_tested_on(rig: Rig<Xfs>) {
     for (sign, jobs) in [("CreateSnapshot", "1"), ("GetMetadataDelta", "1"), ("GetMetadataDelta", "4")] {
         let flags = ["--skip", "deadline|meanwhile|modified", "--jobs", jobs];
         let before = rig.log().len();
         let suite = conformance(&rig.socket(), &flags).spawn().expect("spawn");
         eventually(sign, async || rig.log()[before..].contains(sign)).await;
-        rig.kill();
-        rig.start_again().await;
+        rig.crash().await;
         let output = suite.wait_with_output().await.expect("wait");
         let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
         let verdicts = verdicts(&report);
@@ -62,13 +60,11 @@ async fn a_driver_that_comes_back_is_tested_on() {
         assert_eq!(report["left_behind"], Value::Array(Vec::new()), "{report:#}");
         assert_empty(&mut rig).await;
     }
-    rig.finish();
 }
 
 /// A call hangs while a case is prepared. The report says so, and names what the call may have made.
 #[apply(device_test)]
-async fn a_call_that_hangs_ends_with_its_time() {
-    let rig = Rig::start(PoolKind::Xfs).await;
+async fn a_call_that_hangs_ends_with_its_time(rig: Rig<Xfs>) {
     let (code, verdicts, report) =
         run_broken(&rig, "stall:call=CreateSnapshot", &["delta-served"], "5").await;
     assert_eq!(code, Some(1));
@@ -78,20 +74,17 @@ async fn a_call_that_hangs_ends_with_its_time() {
         left.len() == 1 && left[0].as_str().is_some_and(|left| left.starts_with("snapshot ")),
         "{left:?}"
     );
-    rig.finish();
 }
 
 /// Nothing is left either if the reader of the output goes away, as `head` does.
 #[apply(device_test)]
-async fn nobody_who_reads_leaves_nothing() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn nobody_who_reads_leaves_nothing(rig: Rig<Xfs>) {
     let mut suite =
         bare(&rig.socket(), &["--volume-size", "64Mi", "--focus", "delta-[co]"]).spawn().expect("spawn");
     drop(suite.stdout.take());
     drop(suite.stderr.take());
     assert_eq!(suite.wait().await.expect("wait").code(), Some(0));
     assert_empty(&mut rig).await;
-    rig.finish();
 }
 
 /// SIGINT and SIGTERM at any time leave nothing.

@@ -68,9 +68,8 @@ pub fn excluding_cases_never_overlap(report: &Value) {
 
 /// The text without what the clock has to do with, and how long it took.
 async fn text(rig: &Rig, jobs: &str) -> (Vec<String>, f64) {
-    let socket = rig.dir.path().join(format!("broken-{jobs}.sock"));
     let faults = "lose-discarded;capacity-wrong;negative-bound-is-none;base-gone-is-empty;filesystem-is-error;grown-stays-small";
-    let _serving = Lab::before(&rig.socket(), &socket, faults).await;
+    let (_serving, socket) = Lab::faulty(rig, faults).await;
     let flags = ["--jobs", jobs, "--volume-size", "64Mi", "--modify-parameter", "readAheadKiB=512"];
     let began = Instant::now();
     let output = bare(&socket, &flags).output().await.expect("run");

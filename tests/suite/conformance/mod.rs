@@ -11,15 +11,13 @@ mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::process::{Output, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
 use tokio::process::Command;
 
-use testkit::lab::Lab;
-use testkit::{PoolKind, Rig};
+use testkit::lab::{self, Lab};
+use testkit::{PoolKind, Rig, said};
 
 /// Cases that may be "allowed" instead of "pass" for our driver.
 const OURS_MAY: [&str; 2] = ["base-deleted", "base-deleted-again"];
@@ -32,20 +30,16 @@ fn conformance(socket: &Path, arguments: &[&str]) -> Command {
 }
 
 fn bare(socket: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(testkit::program("cbt-lab"));
-    command
-        .arg("conformance")
-        .arg("--endpoint")
-        .arg(format!("unix://{}", socket.display()))
-        .args(arguments)
-        .env_remove("CSI_ENDPOINT")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+    let mut command = lab::command("conformance", socket);
+    command.args(arguments);
     command
 }
 
-pub fn said(output: &Output) -> String {
-    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+/// What ends without a verdict: the driver could not be tested, and part of the message says why.
+async fn ends_untested(mut command: Command, part: &str) {
+    let output = command.output().await.expect("run");
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(String::from_utf8_lossy(&output.stderr).contains(part), "{}", said(&output));
 }
 
 /// Verdict and detail by case.
@@ -92,10 +86,7 @@ async fn run_broken(
     cases: &[impl std::borrow::Borrow<str>],
     timeout: &str,
 ) -> (Option<i32>, Verdicts, Value) {
-    static SOCKETS: AtomicUsize = AtomicUsize::new(0);
-    let number = SOCKETS.fetch_add(1, Ordering::Relaxed);
-    let socket = rig.dir.path().join(format!("faulty-{number}.sock"));
-    let _serving = Lab::before(&rig.socket(), &socket, faults).await;
+    let (_serving, socket) = Lab::faulty(rig, faults).await;
     let focus = format!("^({})$", cases.join("|"));
     run(&socket, &["--focus", &focus, "--timeout", timeout]).await
 }
@@ -127,13 +118,8 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
 }
 
 #[apply(every_pool)]
-async fn ours_conforms_on_every_pool_with_extents(pool: PoolKind) {
-    conforms(pool, &["--block-metadata-type", "variable"], &[]).await;
-}
-
-#[apply(every_pool)]
-async fn ours_conforms_on_every_pool_with_fixed_blocks(pool: PoolKind) {
-    conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
+async fn ours_conforms_on_every_pool(pool: PoolKind, #[values("variable", "fixed")] style: &str) {
+    conforms(pool, &["--block-metadata-type", style], &[]).await;
 }
 
 /// Two snapshots with a million changes between them, which needs a large volume: `make conformance-many`.

@@ -9,7 +9,7 @@ use super::audit::{When, audit};
 use super::cases::{FILESYSTEM, staging};
 use super::scene::Scene;
 use testkit::orders::Orders;
-use testkit::{PoolKind, Rig, root_of};
+use testkit::{Rig, root_of};
 
 /// The number of the first step of this name in a snapshot of the mounted volume.
 async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
@@ -28,8 +28,7 @@ async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
 /// On a slow device the freeze itself takes longer than the limit. The watchdog finds nothing to thaw yet, so the call
 /// thaws, and fails because the copy may be inconsistent.
 #[apply(device_test)]
-async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported(rig: Rig<Xfs>) {
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());
     let at = number_of(&mut rig, &scene, &mut orders, "freeze").await;
@@ -45,14 +44,12 @@ async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
     rig.client.delete_snapshot(&made).await.expect("delete");
     is_sound(&mut rig, &mut scene, When::Undone).await;
     scene.leave(&mut rig).await;
-    rig.finish();
 }
 
 /// A copy of a frozen filesystem is still running when the driver has drained. The copy is left behind, and the filesystem
 /// is thawed before the process ends, since its watchdog ends with the process.
 #[apply(device_test)]
-async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem(rig: Rig<Xfs>) {
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());
     let at = number_of(&mut rig, &scene, &mut orders, "clone blocks into").await;
@@ -66,11 +63,8 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     assert!(frozen.is_none(), "the copy is held up before the filesystem is frozen");
     let status = tokio::task::block_in_place(|| rig.terminate());
     assert!(status.success(), "the driver ended with {status}\n{}", rig.log());
-    assert!(
-        rig.log().contains("thawed what the last driver left frozen"),
-        "the watchdog thawed it:\n{}",
-        rig.log()
-    );
+    let log = rig.log();
+    assert!(log.contains("thawed what the last driver left frozen"), "the watchdog thawed it:\n{log}");
     call.await.expect("join").expect_err("the call was left behind");
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     frozen.expect("the filesystem is left frozen").thaw().expect("thaw");
@@ -81,13 +75,11 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     is_sound(&mut rig, &mut scene, When::Done).await;
     rig.client.delete_snapshot(&made).await.expect("delete");
     scene.leave(&mut rig).await;
-    rig.finish();
 }
 
 /// Another program thaws the filesystem while it is copied. The copy may be inconsistent, so the call fails.
 #[apply(device_test)]
-async fn a_freeze_that_somebody_else_undoes_is_reported() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_freeze_that_somebody_else_undoes_is_reported(rig: Rig<Xfs>) {
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());
     let at = number_of(&mut rig, &scene, &mut orders, "clone blocks into").await;
@@ -103,5 +95,4 @@ async fn a_freeze_that_somebody_else_undoes_is_reported() {
     orders.withdraw();
     is_sound(&mut rig, &mut scene, When::Cut).await;
     scene.leave(&mut rig).await;
-    rig.finish();
 }

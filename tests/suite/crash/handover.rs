@@ -1,18 +1,15 @@
 //! A stream reads files that hashing writes, while both of its snapshots are deleted.
 
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use base::ObjectDir;
 use cbt::MapFile;
 use csi_client::delta_of;
 use proto::{GetMetadataDeltaRequest, GetMetadataDeltaResponse};
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
+use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, narrow_client};
 
-use crate::faults::{is_hashed, until};
+use crate::faults::{hashed, is_compared, live, until};
 use testkit::orders::{Orders, Point};
 
 /// More tuples than a client with small windows receives before it reads.
@@ -70,17 +67,12 @@ impl Scene {
         Scene { pool, rig, volume, device, orders, content, round: 0 }
     }
 
-    fn dir_of(&self, id: &str) -> ObjectDir {
-        ObjectDir::new(self.rig.pool_dir().join("snapshots").join(id))
-    }
-
     /// Begins a round: takes the base and makes all changes after it. Also returns the content at the base.
     async fn base(&mut self, is_hashed_first: bool) -> (String, Content) {
         self.round += 1;
         let base = self.rig.snapshot(&format!("base {}", self.round), &self.volume).await;
         if is_hashed_first {
-            let dir = self.dir_of(&base);
-            until("the base is hashed", || is_hashed(&dir)).await;
+            hashed(&self.rig, &[&base]).await;
         }
         let before = self.content.clone();
         for run in 0..CHANGED / 8 {
@@ -119,7 +111,7 @@ impl Scene {
 
     /// Waits for the background work on the deleted snapshots: both are hashed, and the base's data is freed.
     async fn settled(&self, base: &str, target: &str) {
-        let [base, target] = [base, target].map(|id| self.dir_of(id));
+        let [base, target] = [base, target].map(|id| live(&self.rig, id));
         until("the base is freed", || !base.bytes().exists()).await;
         until("the target is hashed", || !target.bytes().exists() || is_compared(&target)).await;
     }
@@ -130,11 +122,6 @@ impl Scene {
         let expected = self.content.changed_since(before, BLOCK);
         assert_eq!(read.blocks, expected, "{:?}, held before {held:?}", self.pool);
     }
-}
-
-/// Whether a snapshot is hashed, and compared with the one before.
-fn is_compared(dir: &ObjectDir) -> bool {
-    is_hashed(dir) && MapFile::open(&dir.changed()).is_ok_and(|changed| changed.is_exact())
 }
 
 /// The numbers of the steps after `after` that differ from the step before in kind or file.
@@ -169,7 +156,7 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
         let (base, before) = scene.base(base_is_hashed).await;
         let ordered = scene.hold(step, "hashing", hold);
         let target = scene.target().await;
-        let dir = scene.dir_of(&target);
+        let dir = live(&scene.rig, &target);
         let held = scene.held(ordered, || is_compared(&dir)).await;
         let read = Read::begin(&scene.rig, &base, &target).await;
         for id in [&base, &target] {
@@ -216,14 +203,9 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
     let (mut beside_hashing, mut held_rounds) = (0, 0);
     while let Some((step, hold)) = wanted.pop() {
         let (base, before) = scene.base(base_is_hashed).await;
-        let writes = Arc::new(AtomicBool::new(true));
-        let writer = std::thread::spawn({
-            let (writes, device) = (writes.clone(), open_device(&device));
-            move || {
-                while writes.load(Ordering::Relaxed) {
-                    device.write_all_at(&[1; 4096], 0).and_then(|()| device.sync_data()).expect("write");
-                }
-            }
+        let device = open_device(&device);
+        let writer = Beside::start(move || {
+            device.write_all_at(&[1; 4096], 0).and_then(|()| device.sync_data()).expect("write");
         });
         let target = scene.target().await;
         let mut read = Read::begin(&scene.rig, &base, &target).await;
@@ -238,14 +220,13 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
             }
         });
         let held = scene.held(ordered, || deletions.is_finished()).await;
-        let pending = MapFile::open(&scene.dir_of(&target).pending()).and_then(|map| map.count());
+        let pending = MapFile::open(&live(&scene.rig, &target).pending()).and_then(|map| map.count());
         let is_hashing = pending.is_ok_and(|count| count > 0);
         // Read some messages while the deletion is held, and the rest when deletions and hashing are done.
         read.on(4).await;
         let is_over = held.is_some_and(|held| held.elapsed() >= hold);
         deletions.await.expect("the deletions");
-        writes.store(false, Ordering::Relaxed);
-        writer.join().expect("the writer");
+        writer.stop();
         scene.settled(&base, &target).await;
         let points = scene.orders.withdraw();
         let point = points.iter().find(|point| point.hit);

@@ -11,13 +11,12 @@ use tonic::Request;
 use crate::faults::{is_hashed, live, until};
 use testkit::content::blocks_of;
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB};
 
 /// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
 /// Neither map existed any more.
 #[apply(device_test)]
-async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn a_map_that_is_made_again_is_there_whichever_step_fails(rig: Rig<Dir>) {
     let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let map = rig.pool_dir().join("snapshots").join(&snapshot).join("allocated.map");
@@ -46,14 +45,13 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
         }
     }
     assert!(failed > 3, "only {failed} steps failed");
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// The incident: a map was made again while the volume's history was locked, and continued even if the client was gone. On a
 /// large volume every snapshot and deletion waited for it.
 #[apply(device_test)]
-async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own(rig: Rig<Xfs>) {
     let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let dir = live(&rig, &snapshot);
@@ -78,13 +76,12 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own()
     assert!(MapFile::open(&dir.allocated()).is_err(), "the map was completed although the client was gone");
     orders.withdraw();
     assert_eq!(rig.allocated(&snapshot).await, content.allocated(BLOCK));
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// A map that is wrong is replaced by the hashing thread, one that is damaged by the call that needs it: one after the other.
 #[apply(device_test)]
-async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
+async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it(rig: Rig<Btrfs>) {
     let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let dir = live(&rig, &snapshot);
@@ -125,5 +122,5 @@ async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it() {
     let list = asking.await.expect("join").expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
     orders.withdraw();
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

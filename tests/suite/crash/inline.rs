@@ -3,17 +3,16 @@
 use std::process::Command;
 
 use csi_client::mount_capability;
-use proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
+use proto::NodePublishVolumeRequest;
 
 use testkit::orders::{Cut, Orders};
-use testkit::{PoolKind, Rig, names};
+use testkit::{names, requests};
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume, the retry failed with a final code,
 /// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and
 /// the loop device stayed for ever.
 #[apply(device_test)]
-async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails(rig: Rig<Xfs>) {
     let mut orders = Orders::new(rig.dir.path());
     let (volumes, mut failed) = (rig.pool_dir().join("volumes"), 0);
     for at in 1.. {
@@ -32,8 +31,7 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
         let published = rig.client.node.node_publish_volume(publish.clone()).await.is_ok();
         orders.withdraw();
         if !published {
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
             orders.give(Cut::Error(nix::libc::EIO), 1, "calls");
             let again = rig.client.node.node_publish_volume(publish).await;
             orders.withdraw();
@@ -44,7 +42,7 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
             }
             failed += usize::from(again.is_err());
         }
-        let unpublish = NodeUnpublishVolumeRequest { volume_id, target_path };
+        let unpublish = requests::unpublish(volume_id, target_path);
         rig.client.node.node_unpublish_volume(unpublish).await.expect("unpublish");
         assert_eq!(names(&volumes), Vec::<String>::new(), "killed before step {at}");
         if published {
@@ -52,5 +50,4 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
         }
     }
     assert!(failed > 5, "only {failed} retries failed");
-    rig.finish();
 }

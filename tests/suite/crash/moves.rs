@@ -10,8 +10,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 /// old path. Meanwhile a delta from that base was `NOT_FOUND`, and a new snapshot found no parent, hashed everything and
 /// lost its link to the snapshot before.
 #[apply(device_test)]
-async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time(rig: Rig<Xfs>) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
     for number in 0..3 {
@@ -43,7 +42,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     let newest = rig.pool_dir().join("snapshots").join(&taken[3].0).join("changed.map");
     let relation = MapFile::open(&newest).expect("open").header().relative_to.clone();
     assert_eq!(relation.expect("a link").snapshot.as_str(), taken[2].0);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// The incident: two volumes, each with a member of a deleted group, were deleted at the same time. The first deletion had
@@ -58,13 +57,12 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
     for round in 0..2 {
         let mut volumes = Vec::new();
         for name in ["first", "second"] {
-            let (volume, device) = rig.block_volume(&format!("{name} {round}"), 8 * MIB).await;
-            Content::default().write(&device, 10, 20, 1);
+            let (volume, ..) = rig.written_volume(&format!("{name} {round}"), 8 * MIB, (10, 20, 1)).await;
             rig.detach(&volume).await;
             volumes.push(volume);
         }
         let group = rig.client.create_group(&format!("group {round}"), &volumes).await.expect("group");
-        let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+        let members = testkit::members(&group);
         rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete the group");
         match held {
             None => orders.count(),

@@ -1,17 +1,13 @@
 //! A thread whose work nobody else does panics.
 
 use crate::faults::{hashed, live, until};
-use testkit::content::Content;
 use testkit::orders::Orders;
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB};
 
 /// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
 #[apply(device_test)]
-async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up() {
-    let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 10, 100, 1);
+async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up(rig: Rig<Btrfs>) {
+    let (volume, device, before) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 50, 20, 2);
@@ -34,5 +30,5 @@ async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_it
     let dir = live(&rig, &base);
     until("the bytes are freed", || !dir.bytes().exists()).await;
     assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

@@ -132,7 +132,7 @@ impl Scene {
             panic!("the origin is a device")
         };
         scene.content = content.clone();
-        let image = |id: &str| rig.pool_dir().join("volumes").join(id).join("bytes/data.img");
+        let image = |id: &str| rig.volume_dir(id).data();
         let held = hash(&image(&scene.origin)).expect("hash");
         scene.check_origin(&image(&scene.origin)).expect("the origin");
         for id in [&scene.origin, &scene.other, &scene.raw] {

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use cbt::MapFile;
 use deltapath::sys::mount;
 
 use super::FLAGS;
@@ -13,9 +12,10 @@ use super::cases::{FILESYSTEM, RAW, target};
 use super::points::Stride;
 use super::scene::Scene;
 use super::tally::{Tally, last_lines};
+use crate::faults::{compared, is_compared, live};
 use testkit::content::Content;
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{PoolKind, Rig, set_state, state_of, try_command, wait};
+use testkit::{PoolKind, Rig, set_state, state_of, swept_dir, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
 
@@ -49,12 +49,10 @@ async fn a_first_start_that_is_cut_is_taken_up_by_the_next(pool: PoolKind) {
     for (series, cut) in CUTS.into_iter().enumerate() {
         let Stride { first, step } = Stride::of(pool, series, 2);
         for at in (first..).step_by(step as usize) {
-            let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-            let cleaned = Sweeper(dir.path());
+            let (dir, _swept) = swept_dir();
             if !first_start(dir.path(), pool, cut, at, &mut tally).await {
                 break;
             }
-            drop(cleaned);
         }
     }
 }
@@ -81,15 +79,6 @@ fn clears_up(point: &Point) -> bool {
         || path.contains("/staging")
         || path.contains("/group-empty")
         || path.ends_with("/groups")
-}
-
-/// Frees the mounts and devices below a directory, even if the test fails.
-struct Sweeper<'d>(&'d Path);
-
-impl Drop for Sweeper<'_> {
-    fn drop(&mut self) {
-        let _ = deltapath::sys::sweep::sweep(self.0);
-    }
 }
 
 /// Whether the point was reached.
@@ -161,8 +150,7 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
     state["frozen"] = boot.trim().into();
     set_state(&pool, &scene.files, state);
     let target = scene.path(target(FILESYSTEM));
-    let frozen = std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).status();
-    assert!(frozen.expect("fsfreeze").success());
+    testkit::ok(std::process::Command::new("fsfreeze").arg("--freeze").arg(&target));
     assert!(mount::mounted_at(&target).expect("mounts").is_some());
 }
 
@@ -196,8 +184,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: Poo
                 }
                 // The socket answers a moment before the last step of the start.
                 Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
-                    rig.kill();
-                    rig.start_again().await;
+                    rig.crash().await;
                 }
                 // If one object cannot be repaired, the start logs it and continues, and the next start tries again.
                 Ok(()) => {
@@ -211,8 +198,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: Poo
                         false => alone && reported.contains("may be frozen"),
                     };
                     assert!(cut != Cut::Kill && said, "{context}: it started\n{reported}");
-                    rig.kill();
-                    rig.start_again().await;
+                    rig.crash().await;
                 }
             }
             scene.use_again(&mut rig).await;
@@ -276,7 +262,7 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(poo
             round += 1;
             // The base is hashed; then blocks change in several pages of hashes.
             let base = rig.snapshot(&format!("base {round}"), &raw).await;
-            hashed(&rig, &base).await;
+            compared(&rig, &[&base]).await;
             for (place, start) in [(1, 10), (2, 400), (3, 900)] {
                 content.write(&device, start, 30, (round % 50 * 4 + place) as u8);
             }
@@ -301,10 +287,9 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(poo
             if cut != Cut::Kill {
                 tally.look(&mut rig, &mut scene, When::Cut, &context).await;
             }
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
             let target = rig.snapshot(&name, &raw).await;
-            hashed(&rig, &target).await;
+            compared(&rig, &[&target]).await;
             tally.look(&mut rig, &mut scene, When::Done, &context).await;
             for id in [base, target] {
                 rig.client.delete_snapshot(&id).await.expect("delete");
@@ -319,28 +304,12 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(poo
     rig.finish();
 }
 
-fn map(rig: &Rig, snapshot: &str, name: &str) -> Option<MapFile> {
-    MapFile::open(&rig.pool_dir().join("snapshots").join(snapshot).join(name)).ok()
-}
-
-/// Whether a snapshot is hashed and compared.
-fn is_hashed(rig: &Rig, snapshot: &str) -> bool {
-    let pending = map(rig, snapshot, "pending.map").is_some_and(|map| map.indexes().next().is_none());
-    let compared = map(rig, snapshot, "changed.map")
-        .is_some_and(|map| map.header().relative_to.is_none() || map.is_exact());
-    pending && compared
-}
-
-async fn hashed(rig: &Rig, snapshot: &str) {
-    testkit::eventually("a snapshot is hashed", async || is_hashed(rig, snapshot)).await;
-}
-
 /// Waits until the hashing of a snapshot is done or was interrupted.
 async fn worked_or_cut(orders: &Orders, snapshot: &str, rig: &Rig) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !orders.passed().iter().any(|point| point.hit) {
         assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
-        let done = is_hashed(rig, snapshot);
+        let done = is_compared(&live(rig, snapshot));
         // Some steps follow after the map is replaced.
         tokio::time::sleep(Duration::from_millis(if done { 30 } else { 2 })).await;
         if done {

@@ -23,7 +23,7 @@ fn mode(data: &Path) -> (bool, bool) {
 /// synchronous, or go through the page cache, as long as the device exists.
 async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let data = rig.volume_dir(&volume).data();
     let mut content = Content::default();
     content.write(&device, 3, 20, 1);
     let mut orders = Orders::new(rig.dir.path());
@@ -44,7 +44,7 @@ async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
     }
     assert!(kills >= 5 && left >= kills_wanted, "{kills} kills, {left} of them during the copy: {points:?}");
     let snapshot = rig.snapshot("last", &volume).await;
-    let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
+    let copy = rig.snapshot_dir(&snapshot).data();
     let is_set = Flag::Synchronous.is_set(&File::open(&copy).expect("open"), &copy);
     assert!(!is_set.expect("attributes"), "the copy is synchronous");
     rig.detach_and_finish(&volume).await;

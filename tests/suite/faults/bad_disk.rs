@@ -7,16 +7,16 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use base::ObjectDir;
-use cbt::MapFile;
-use csi_client::{block_capability, from_snapshot, new_volume};
+use csi_client::{block_capability, from_snapshot};
 use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, is_hashed,
-    listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell, without_skip,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, compared, exact_or_error, hashed, health,
+    is_hashed, listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
+    without_skip,
 };
 use testkit::content::{Content, block_bytes, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from};
 
 const SECTOR: usize = 4096;
 
@@ -75,9 +75,7 @@ struct Line {
 }
 
 async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
-    let (volume, device) = rig.block_volume(name, 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 400, fill);
+    let (volume, device, mut before) = rig.written_volume(name, 64 * MIB, (0, 400, fill)).await;
     // So many single blocks that a map is longer than a block of the disk, and its table is in another block.
     let scattered = || (1000..6000).step_by(2);
     scattered().for_each(|block| before.write(&device, block, 1, fill));
@@ -90,9 +88,8 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     // After this the volume shares no block with a snapshot.
     let mut now = after.clone();
     now.write(&device, 0, 400, fill + 2);
-    hashed(rig, &[&base, &target]).await;
-    let changed = live(rig, &target).changed();
-    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    hashed(rig, &[&base]).await;
+    compared(rig, &[&target]).await;
     Line { volume, device, now, fill, base: (base, before), target: (target, after) }
 }
 
@@ -102,8 +99,7 @@ impl Line {
     async fn next(&mut self, rig: &mut Rig, name: &str) -> (String, bool) {
         self.now.write(&self.device, 110, 20, self.fill + 3);
         let next = rig.snapshot(&format!("{name} next"), &self.volume).await;
-        let dir = live(rig, &next);
-        until("hashed", || is_hashed(&dir)).await;
+        hashed(rig, &[&next]).await;
         let mut failed = false;
         for (id, content) in [&self.base, &self.target] {
             let delta = rig.client.delta(id, &next, 0, 0).await;
@@ -173,8 +169,7 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
     let data = live(&rig, &damaged.base.0).data();
     spoil(&disk, &data, 120 * BLOCK);
     assert!(damaged.answers(&mut rig).await, "maps and hashes are sound");
-    let mut restore = new_volume("restored", 64 * MIB, block_capability());
-    restore.volume_content_source = Some(from_snapshot(&damaged.base.0));
+    let restore = new_volume_from("restored", 64 * MIB, block_capability(), from_snapshot(&damaged.base.0));
     match rig.client.create_volume(restore).await {
         // The volume shares the block with the snapshot, so reading it fails too.
         Ok(volume) => {
@@ -239,12 +234,13 @@ async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
 
 /// A snapshot is taken of a block that cannot be read. On a pool that clones the call succeeds, hashing neither stops nor
 /// retries without pause, and deltas that need the block fail. On a pool that copies the call fails.
-async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
+#[apply(device_cases)]
+#[case::is_not_copied_in_silence_on_dir(PoolKind::Dir)]
+#[case::is_not_hashed_for_ever_on_a_pool_that_clones(PoolKind::Xfs)]
+async fn a_bad_block_in_a_volume(#[case] pool: PoolKind) {
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 400, 1);
+    let (volume, device, mut before) = rig.written_volume("volume", 64 * MIB, (0, 400, 1)).await;
     File::open(&device).and_then(|file| file.sync_all()).expect("sync");
     let data = ObjectDir::new(rig.pool_dir().join("volumes").join(&volume)).data();
     spoil(&disk, &data, 120 * BLOCK);
@@ -279,8 +275,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             tokio::time::sleep(std::time::Duration::from_secs(3)).await;
             assert!(failures(&rig) <= 4, "hashing retries without pause: {} failures in 3 s", failures(&rig));
             // Hashing continues for others.
-            let (other, other_device) = rig.block_volume("other", 64 * MIB).await;
-            Content::default().write(&other_device, 0, 100, 1);
+            let (other, ..) = rig.written_volume("other", 64 * MIB, (0, 100, 1)).await;
             let snapshot = rig.snapshot("other", &other).await;
             let dir = live(&rig, &snapshot);
             until("others are hashed", || is_hashed(&dir)).await;
@@ -297,16 +292,6 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     assert!(!log.contains("panicked"), "{log}");
     rig.detach_and_finish(&volume).await;
     disk.finish();
-}
-
-#[apply(device_test)]
-async fn a_bad_block_in_a_volume_is_not_copied_in_silence_on_dir() {
-    a_snapshot_of_a_bad_block(PoolKind::Dir).await;
-}
-
-#[apply(device_test)]
-async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() {
-    a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
 }
 
 /// The image is truncated under a mounted pool, so that everything behind the new end is an I/O error. Every answer is right
@@ -348,13 +333,11 @@ async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKin
                     .for_each(|path| forget(path));
             }
             failed += usize::from(!line.answers(&mut rig).await);
-            let mut restore =
-                new_volume(&format!("{} for {part}", line.base.0), 64 * MIB, block_capability());
-            restore.volume_content_source = Some(from_snapshot(&line.base.0));
+            let (name, source) = (format!("{} for {part}", line.base.0), from_snapshot(&line.base.0));
+            let restore = new_volume_from(&name, 64 * MIB, block_capability(), source);
             match rig.client.create_volume(restore).await {
                 Ok(volume) => {
-                    let device =
-                        rig.client.publish(&volume.volume_id, block_capability(), false, &kubelet).await;
+                    let device = rig.try_publish(&volume.volume_id, block_capability()).await;
                     let mut found = vec![0; SECTOR];
                     let read =
                         device.map(|device| open_device(&device).read_exact_at(&mut found, 120 * BLOCK));

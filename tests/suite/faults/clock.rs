@@ -5,12 +5,12 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use proto::{GetSnapshotRequest, ListSnapshotsRequest};
+use proto::ListSnapshotsRequest;
 use tonic::Code;
 
 use super::until;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, requests, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
 
@@ -62,7 +62,7 @@ impl Clock {
 }
 
 async fn created(rig: &Rig, snapshot: &str) -> (i64, i32) {
-    let request = GetSnapshotRequest { snapshot_id: snapshot.to_owned(), ..Default::default() };
+    let request = requests::snapshot(snapshot);
     let answer = rig.client.controller.clone().get_snapshot(request).await.expect("get").into_inner();
     let at = answer.snapshot.expect("a snapshot").creation_time.expect("creation_time");
     (at.seconds, at.nanos)
@@ -83,8 +83,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
     for (number, off) in [0, -10 * YEAR, -100 * YEAR, -YEAR, 10 * YEAR, 0].into_iter().enumerate() {
         clock.off_by(off);
         if number == 3 {
-            rig.kill();
-            rig.start_again().await;
+            rig.crash().await;
         }
         content.write(&device, number as u64 * 50, 20, number as u8 + 1);
         let snapshot = rig.snapshot(&format!("snapshot {number}"), &volume).await;

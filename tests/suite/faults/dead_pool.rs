@@ -14,7 +14,7 @@ use super::{
     tells, until, unwell, verify,
 };
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, requests};
 
 struct Scene {
     rig: Rig,
@@ -28,15 +28,11 @@ struct Scene {
 /// A driver with a device and a filesystem in use, on a pool that is then shut down.
 async fn shut_down() -> Scene {
     let mut rig = Rig::start(PoolKind::Xfs).await;
-    let kubelet = rig.kubelet();
     let (raw, _, content) = rig.written_volume("raw", 16 * MIB, (5, 200, 1)).await;
     let base = rig.snapshot("base", &raw).await;
     let dir = live(&rig, &base);
     until("hashed", || is_hashed(&dir)).await;
-    let request = new_volume("files", 32 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    let target =
-        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (files, target) = rig.published("files", 32 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "here").expect("write");
     super::sync_fs(&target);
     let listed = listed(&rig).await;
@@ -54,7 +50,7 @@ impl Scene {
             storage_tells(&storage(&self.rig).await, "PoolShutDown", StorageTrouble::StorageUnreachable);
         assert!(said.contains("Input/output error"), "{said}");
         for volume in [&self.raw, &self.files] {
-            self.rig.client.unpublish(volume, &kubelet).await.expect("the pod ends");
+            self.rig.detach(volume).await;
         }
         let below: Vec<PathBuf> = vec![kubelet.clone()];
         let left = leftovers(self.rig.dir.path());
@@ -62,7 +58,7 @@ impl Scene {
             !left.iter().any(|left| below.iter().any(|dir| PathBuf::from(left).starts_with(dir))),
             "{left:?}"
         );
-        let data = self.rig.pool_dir().join("volumes").join(&self.raw).join("bytes/data.img");
+        let data = self.rig.volume_dir(&self.raw).data();
         assert_eq!(LoopDevice::find(&data).ok().flatten(), None, "the device keeps the pool");
         self.rig.kill();
         self.rig.start_again().await;
@@ -72,11 +68,11 @@ impl Scene {
         self.content.assert_equals(&device, 0, 300);
         let list = self.rig.client.allocated(&self.base, 0, 0).await.expect("allocated");
         assert_eq!(blocks_of(&list, BLOCK), self.content.allocated(BLOCK));
-        let target = self.rig.client.publish(&self.files, mount_capability("ext4"), false, &kubelet).await;
-        assert_eq!(std::fs::read_to_string(target.expect("publish").join("file")).expect("read"), "here");
+        let target = self.rig.publish(&self.files, mount_capability("ext4")).await;
+        assert_eq!(std::fs::read_to_string(target.join("file")).expect("read"), "here");
         verify(&self.rig);
         for volume in [&self.raw, &self.files] {
-            self.rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+            self.rig.detach(volume).await;
             self.rig.client.delete_volume(volume).await.expect("DeleteVolume");
         }
         self.rig.finish();
@@ -106,18 +102,14 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     assert_eq!(code(client.delete_volume(&scene.raw).await), Code::Unavailable);
     assert_eq!(code(client.delete_snapshot(&scene.base).await), Code::Unavailable);
     assert_eq!(code(client.allocated(&scene.base, 0, 0).await), Code::Unavailable);
-    assert_eq!(
-        code(client.create_volume(new_volume("new", MIB, block_capability())).await),
-        Code::Unavailable
-    );
+    let refused = code(client.create_volume(new_volume("new", MIB, block_capability())).await);
+    assert_eq!(refused, Code::Unavailable);
     let list = client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
     assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
     let request = proto::ControllerListVolumeHealthRequest::default();
     let list = client.controller.controller_list_volume_health(request).await;
     assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
-    let request =
-        proto::ControllerGetVolumeHealthRequest { volume_id: scene.raw.clone(), ..Default::default() };
-    let reported = client.controller.controller_get_volume_health(request).await;
+    let reported = client.controller.controller_get_volume_health(requests::health(&scene.raw)).await;
     assert_eq!(reported.expect_err("nothing is known of it").code(), Code::Unavailable);
     scene.comes_back().await;
 }

@@ -73,16 +73,13 @@ async fn fill_by(rig: &mut Rig, way: Way, mib: i64) -> Vec<Object> {
             assert!((0..mib).any(|at| !fill(&devices[at as usize % 5], at / 5, 1)), "there was room");
         }
         Way::Files => {
-            let request = new_volume("files", mib * MIB, mount_capability("ext4"));
-            let files = rig.client.create_volume(request).await.expect("create").volume_id;
+            let files = rig.volume("files", mib * MIB, mount_capability("ext4")).await;
             made.push(Object::Volume(files.clone()));
-            let kubelet = rig.kubelet();
-            let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await;
-            let root = root.expect("publish");
+            let root = rig.publish(&files, mount_capability("ext4")).await;
             let mut dd = Command::new("dd");
             dd.args(["if=/dev/zero", "bs=1M", "conv=fsync", "status=none"]);
             let _ = dd.arg(format!("of={}", root.join("file").display())).output().expect("run dd");
-            rig.client.unpublish(&files, &kubelet).await.expect("unpublish on a full pool");
+            rig.detach(&files).await;
         }
         Way::Snapshots | Way::Groups => {
             let second = volume_of(rig, &mut made, "second", mib).await;
@@ -158,8 +155,7 @@ async fn emptied(pool: PoolKind, mib: i64, way: Way, seed: u64) {
     assert!(fill(&device, 0, mib / 4), "{context}: no room after all is deleted");
     let snapshot = rig.snapshot("after", &after).await;
     verify(&rig);
-    rig.detach(&after).await;
-    rig.client.delete_volume(&after).await.expect("delete");
+    rig.delete(&after).await;
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
     assert_eq!(names(&rig.pool_dir()), ["groups", "reserve", "snapshots", "staging", "volumes"]);
     super::pool_full::finish(rig, disk);
@@ -217,8 +213,7 @@ async fn many_are_deleted_at_once_from_a_full_pool(pool: PoolKind) {
     let (disk, mut rig) = small_pool_of(pool, 320).await;
     let mut ids = Vec::new();
     for number in 0..24 {
-        let request = new_volume(&format!("volume {number}"), MIB, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        ids.push(rig.volume(&format!("volume {number}"), MIB, block_capability()).await);
     }
     let ballast = super::Ballast::fill(&rig.pool_dir());
     let mut calls = tokio::task::JoinSet::new();
@@ -275,8 +270,7 @@ async fn a_full_btrfs_pool_of_an_earlier_version_is_emptied_after_an_upgrade() {
     let (_, mut rig) = small_pool_of(PoolKind::Btrfs, 300).await;
     let mut ids = Vec::new();
     for name in ["one", "two"] {
-        let request = new_volume(name, 280 * MIB, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+        ids.push(rig.volume(name, 280 * MIB, block_capability()).await);
     }
     assert!(rig.terminate().success());
     testkit::ok(Command::new("sh").args(["-ec", EARLIER, "sh"]).arg(rig.data_dir()));
@@ -285,8 +279,7 @@ async fn a_full_btrfs_pool_of_an_earlier_version_is_emptied_after_an_upgrade() {
         rig.client.delete_volume(id).await.expect("DeleteVolume on a full pool");
     }
     assert_nothing_half_made(&rig);
-    let request = new_volume("after", 64 * MIB, block_capability());
-    rig.client.create_volume(request).await.expect("create");
+    rig.client.create_volume(new_volume("after", 64 * MIB, block_capability())).await.expect("create");
     assert!(rig.terminate().success());
     rig.start_again().await;
     assert_eq!(listed(&rig).await.0.len(), 1);

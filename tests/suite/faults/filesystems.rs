@@ -1,6 +1,6 @@
 //! A data directory on filesystems of all kinds. Each works fully, or is refused with the reason.
 
-use csi_client::{from_snapshot, mount_capability, new_volume};
+use csi_client::{from_snapshot, mount_capability};
 
 use super::Disk;
 use crate::startup::refused;
@@ -9,10 +9,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, names};
 
 /// A short run of everything: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
-    let kubelet = rig.kubelet();
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 300, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (100, 300, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 150, 20, 2);
@@ -24,15 +21,12 @@ async fn lives(mut rig: Rig) {
     before.assert_equals(&path, 0, 16384);
     rig.detach(&restored).await;
     let capability = mount_capability("ext4");
-    let files = rig.client.create_volume(new_volume("files", 64 * MIB, capability.clone())).await;
-    let files = files.expect("create").volume_id;
-    let directory = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
+    let (files, directory) = rig.published("files", 64 * MIB, capability).await;
     std::fs::write(directory.join("file"), "there").expect("write");
     rig.snapshot("frozen", &files).await;
-    rig.kill();
-    rig.start_again().await;
+    rig.crash().await;
     after.assert_equals(&device, 0, 16384);
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&files).await;
     rig.detach(&volume).await;
     for id in [&volume, &restored, &files] {
         rig.client.delete_volume(id).await.expect("delete");
@@ -121,13 +115,9 @@ async fn plain_files_on_xfs_list_what_was_written() {
         let snapshot = rig.snapshot(&round.to_string(), &volume).await;
         let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
         let (reported, written) = (blocks_of(&list, BLOCK), content.allocated(BLOCK));
-        let more: Vec<u64> = reported.iter().filter(|block| !written.contains(block)).copied().collect();
-        assert_eq!(
-            more,
-            Vec::<u64>::new(),
-            "round {round}: of {} blocks written, listed as allocated too",
-            written.len()
-        );
+        let more: Vec<&u64> = reported.iter().filter(|block| !written.contains(block)).collect();
+        let count = written.len();
+        assert!(more.is_empty(), "round {round}: {count} blocks were written, and also listed are {more:?}");
         assert_eq!(reported, written);
     }
     rig.detach_and_finish(&volume).await;

@@ -13,8 +13,8 @@ use super::{
     Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, listed,
     probe, storage, storage_tells, tells, verify,
 };
-use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind};
+use testkit::content::open_device;
+use testkit::{BLOCK, MIB, PoolKind, new_volume_from};
 
 /// How the driver recovers from a full disk.
 #[derive(Clone, Copy, PartialEq)]
@@ -27,12 +27,14 @@ enum End {
     Killed,
 }
 
-async fn a_full_host(pool: PoolKind, end: End) {
+#[apply(device_cases)]
+#[case::below_xfs_fails_writes_and_no_more(PoolKind::Xfs, End::ByItself)]
+#[case::below_btrfs_costs_a_restart_and_no_snapshot(PoolKind::Btrfs, End::InOrder)]
+#[case::of_a_killed_driver_is_mounted_anew(PoolKind::Btrfs, End::Killed)]
+async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
     let disk = Disk::ext4(600 << 20);
     let mut rig = disk.rig(pool, &["--pool-size", "2Gi"]).await;
-    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 1000, 1);
+    let (volume, device, before) = rig.written_volume("volume", 256 * MIB, (100, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);
@@ -46,8 +48,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
     // Nothing new is begun, so no call can damage what exists.
     for _ in 0..3 {
         let create = rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await;
-        let mut restore = new_volume("restored", 256 * MIB, block_capability());
-        restore.volume_content_source = Some(from_snapshot(&base));
+        let restore = new_volume_from("restored", 256 * MIB, block_capability(), from_snapshot(&base));
         let restore = rig.client.create_volume(restore).await;
         let snapshot = rig.client.create_snapshot("third", &volume).await;
         let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await;
@@ -103,11 +104,8 @@ async fn a_full_host(pool: PoolKind, end: End) {
             rig.kill();
             // It knows no objects as long as the pool is in use, and lets the pods end.
             rig.start_again().await;
-            assert!(
-                rig.log().contains("cannot be remounted while volumes are in use: unpublish"),
-                "{}",
-                rig.log()
-            );
+            let log = rig.log();
+            assert!(log.contains("cannot be remounted while volumes are in use: unpublish"), "{log}");
             let refused = rig.client.delete_volume(&volume).await.expect_err("the pool does not answer");
             assert_eq!(refused.code(), Code::Unavailable, "{refused}");
             rig.detach(&volume).await;
@@ -142,19 +140,4 @@ async fn a_full_host(pool: PoolKind, end: End) {
     assert!(!log.contains("panicked"), "{log}");
     rig.finish();
     disk.finish();
-}
-
-#[apply(device_test)]
-async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
-    a_full_host(PoolKind::Xfs, End::ByItself).await;
-}
-
-#[apply(device_test)]
-async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
-    a_full_host(PoolKind::Btrfs, End::InOrder).await;
-}
-
-#[apply(device_test)]
-async fn a_killed_driver_mounts_a_broken_pool_anew() {
-    a_full_host(PoolKind::Btrfs, End::Killed).await;
 }

@@ -18,7 +18,6 @@ pub mod versions;
 
 use std::fs::File;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use base::ObjectDir;
 use cbt::MapFile;
@@ -40,15 +39,15 @@ pub fn sync_fs_may_fail(dir: &Path) {
 
 /// The files of a snapshot.
 pub fn live(rig: &Rig, id: &str) -> ObjectDir {
-    ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
+    rig.snapshot_dir(id)
 }
 
 /// Waits for something that happens in the background.
 pub async fn until(what: &str, holds: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(90);
+    let deadline = std::time::Instant::now() + testkit::PATIENCE;
     while !holds() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        assert!(std::time::Instant::now() < deadline, "never: {what}");
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
 }
 
@@ -68,6 +67,20 @@ pub async fn hashed(rig: &Rig, ids: &[&String]) {
     for id in ids {
         let dir = live(rig, id);
         until("hashed", || is_hashed(&dir)).await;
+    }
+}
+
+/// Whether a snapshot is compared with the one before too, where there is one.
+pub fn is_compared(dir: &ObjectDir) -> bool {
+    let is_exact = |map: MapFile| map.is_exact() || map.header().relative_to.is_none();
+    is_hashed(dir) && MapFile::open(&dir.changed()).is_ok_and(is_exact)
+}
+
+/// Waits until all of these snapshots are.
+pub async fn compared(rig: &Rig, ids: &[&String]) {
+    for id in ids {
+        let dir = live(rig, id);
+        until("compared", || is_compared(&dir)).await;
     }
 }
 
@@ -116,8 +129,6 @@ pub fn assert_nothing_half_made(rig: &Rig) {
 
 /// Compares every snapshot with its maps and hashes.
 pub fn verify(rig: &Rig) {
-    let mut command = std::process::Command::new(testkit::program("deltapath"));
-    let seen = command.args(["verify", "--output", "json", "--data-dir"]).arg(rig.data_dir()).output();
-    let seen = seen.expect("run deltapath verify");
+    let seen = testkit::verify(&rig.data_dir());
     assert!(seen.status.success(), "{seen:?}");
 }

@@ -7,9 +7,9 @@ use std::process::{Command, Stdio};
 use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
-use crate::reboot::{Secluded, SweptOnDrop, driver_in_namespace};
+use crate::reboot::{Secluded, driver_in_namespace};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, swept_dir};
 
 /// Runs a command in the driver's namespace.
 fn within(secluded: &Secluded, command: &[&str]) {
@@ -22,8 +22,7 @@ fn within(secluded: &Secluded, command: &[&str]) {
 /// nothing, and work as soon as there is one.
 #[apply(device_test)]
 async fn without_a_loop_device_only_its_user_fails() {
-    let dir = temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let kubelet = dir.path().join("kubelet");
     let (secluded, mut client) =
         Secluded::start_after(dir.path(), PoolKind::Dir, "mount --bind /dev/null /dev/loop-control").await;
@@ -80,8 +79,7 @@ async fn a_pool_image_without_loop_devices_is_refused(
 ) {
     const BARE: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9";
-    let dir = temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let said = refused(dir.path(), pool, BARE);
     assert!(said.contains("load the loop module") && said.contains("--pool dir"), "{said}");
     assert!(!dir.path().join("data/pool.img").exists(), "an image was made without loop devices");
@@ -99,8 +97,7 @@ async fn a_dev_without_nodes_is_reported() {
     const NO_NODES: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9
         mknod /dev/loop-control c 10 237; mount -o remount,ro /dev";
-    let dir = temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let kubelet = dir.path().join("kubelet");
     let (secluded, mut client) = Secluded::start_after(dir.path(), PoolKind::Dir, NO_NODES).await;
     let raw = client.create_volume(new_volume("raw", 8 * MIB, block_capability())).await.expect("create");

@@ -12,7 +12,7 @@ use super::{
     live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
 use testkit::content::{Content, block_bytes, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, names};
+use testkit::{BLOCK, MIB, PoolKind, Rig, names, new_volume_from, requests};
 
 /// A driver on a pool of some hundred megabytes, and its disk if the pool is not an image. The fields have this order because
 /// the disk must be freed after the driver.
@@ -72,11 +72,7 @@ fn write_and_sync(device: &Path, block: u64, count: u64) -> std::io::Result<()> 
 }
 
 async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
-    let request = proto::ControllerModifyVolumeRequest {
-        volume_id: volume.to_owned(),
-        mutable_parameters: [("readAheadKiB".to_owned(), kib.to_owned())].into(),
-        ..Default::default()
-    };
+    let request = requests::modify(volume, &[("readAheadKiB", kib)]);
     let answer = rig.client.controller.clone().controller_modify_volume(request).await;
     answer.map(drop).map_err(|status| Error { call: "ControllerModifyVolume", status })
 }
@@ -84,21 +80,16 @@ async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
 #[apply(every_pool)]
 async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
-    let (volume, device) = rig.block_volume("written", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 1000, 1);
+    let (volume, device, before) = rig.written_volume("written", 64 * MIB, (100, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);
     after.discard(&device, 1000, 10);
     let target = rig.snapshot("target", &volume).await;
     let idle = rig.client.create_volume(new_volume("idle", MIB, block_capability())).await.expect("create");
-    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-    let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    let kubelet = rig.kubelet();
-    let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let (files, root) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
     std::fs::write(root.join("file"), "here").expect("write");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&files).await;
     hashed(&rig, &[&base, &target]).await;
     let before_it = listed(&rig).await;
     assert_eq!(health(&rig, &volume).await, []);
@@ -118,19 +109,16 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     for _ in 0..3 {
         rig.attach(&idle.volume_id).await;
         rig.detach(&idle.volume_id).await;
-        let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await;
-        let root = root.expect("publish on a full pool");
+        let root = rig.publish(&files, mount_capability("ext4")).await;
         assert_eq!(std::fs::read_to_string(root.join("file")).expect("read"), "here");
-        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+        rig.detach(&files).await;
     }
     let failing = async |rig: &mut Rig| {
-        let fresh = new_volume("fresh", 8 * MIB, block_capability());
-        exhausted(rig.client.create_volume(fresh).await);
+        exhausted(rig.client.create_volume(new_volume("fresh", 8 * MIB, block_capability())).await);
         exhausted(rig.client.create_snapshot("third", &volume).await);
         exhausted(rig.client.create_group("group", &[volume.clone(), idle.volume_id.clone()]).await);
         for (name, source) in [("restored", from_snapshot(&base)), ("cloned", from_volume(&volume))] {
-            let mut request = new_volume(name, 64 * MIB, block_capability());
-            request.volume_content_source = Some(source);
+            let request = new_volume_from(name, 64 * MIB, block_capability(), source);
             exhausted(rig.client.create_volume(request).await);
         }
         exhausted(rig.client.expand_volume(&volume, 96 * MIB).await);
@@ -173,8 +161,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     rig.attach(&idle.volume_id).await;
     rig.detach(&idle.volume_id).await;
     assert_eq!(rig.changed(&base, &third).await, after.changed_since(&before, BLOCK));
-    let dir = live(&rig, &third);
-    until("hashed", || is_hashed(&dir)).await;
+    hashed(&rig, &[&third]).await;
     verify(&rig);
     rig.detach(&volume).await;
     finish(rig, disk);
@@ -186,17 +173,15 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
     for number in 0..3u8 {
-        let (volume, device) = rig.block_volume(&format!("volume {number}"), 64 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 0, 1000, number + 1);
+        let (volume, device, content) =
+            rig.written_volume(&format!("volume {number}"), 64 * MIB, (0, 1000, number + 1)).await;
         let base = rig.snapshot(&format!("base {number}"), &volume).await;
         let mut after = content.clone();
         after.write(&device, 500, 100, 7);
         let middle = rig.snapshot(&format!("middle {number}"), &volume).await;
         after.write(&device, 900, 100, 8);
         let target = rig.snapshot(&format!("target {number}"), &volume).await;
-        let dir = live(&rig, &target);
-        until("hashed", || is_hashed(&dir)).await;
+        hashed(&rig, &[&target]).await;
         volumes.push((volume, [base, middle, target], after.changed_since(&content, BLOCK)));
     }
     let ballast = Ballast::fill(&rig.pool_dir());
@@ -231,18 +216,11 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     let disk = Disk::ext4(320 << 20);
     let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
-    let volume = rig.client.create_volume(new_volume("attached", MIB, block_capability())).await;
-    let volume = volume.expect("create").volume_id;
+    let volume = rig.volume("attached", MIB, block_capability()).await;
     let mut controller = rig.client.controller.clone();
-    let attach = proto::ControllerPublishVolumeRequest {
-        volume_id: volume.clone(),
-        node_id: "node-1".into(),
-        volume_capability: Some(block_capability()),
-        ..Default::default()
-    };
-    controller.controller_publish_volume(attach).await.expect("attach");
+    controller.controller_publish_volume(requests::attach(&volume, "node-1")).await.expect("attach");
     let ballast = Ballast::fill(&rig.pool_dir());
-    let detach = proto::ControllerUnpublishVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    let detach = requests::detach(&volume, "");
     controller.controller_unpublish_volume(detach).await.expect("detach on a full pool");
     rig.client.delete_volume(&volume).await.expect("delete");
     assert_nothing_half_made(rig);

@@ -3,14 +3,13 @@
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
 use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
 use super::until;
-use crate::reboot::SweptOnDrop;
-use testkit::{MIB, PoolKind, Rig, driver_command, names, temp_dir};
+use crate::startup::refused;
+use testkit::{MIB, PoolKind, Rig, driver_command, names, swept_dir, temp_dir};
 
 /// The programs that the driver calls.
 const PROGRAMS: [&str; 9] =
@@ -40,13 +39,6 @@ fn script(bin: &Path, program: &str, text: &str) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
 }
 
-fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
-    let output = driver_command(dir, pool).env("PATH", path).stderr(Stdio::piped()).output().expect("run");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    said
-}
-
 /// If the mkfs for a pool image is missing or fails, the start fails with the reason, and leaves nothing that the next start
 /// would take for a pool.
 #[apply(device_cases)]
@@ -57,14 +49,13 @@ async fn a_pool_without_its_mkfs_is_refused(
     #[case] mkfs: &str,
     #[case] package: &str,
 ) {
-    let dir = temp_dir();
-    let _swept = SweptOnDrop(dir.path().to_owned());
+    let (dir, _swept) = swept_dir();
     let bin = path_without(dir.path(), mkfs);
-    let said = refused(dir.path(), pool, &bin);
+    let said = refused(driver_command(dir.path(), pool).env("PATH", &bin));
     assert!(said.contains(mkfs) && said.contains(&format!("install {package}")), "{said}");
     assert!(said.contains("--pool dir"), "{said}");
     script(&bin, mkfs, "echo 'out of luck' >&2; exit 3");
-    let said = refused(dir.path(), pool, &bin);
+    let said = refused(driver_command(dir.path(), pool).env("PATH", &bin));
     assert!(said.contains(mkfs) && said.contains("out of luck"), "{said}");
     let data = names(&dir.path().join("data"));
     assert!(!data.iter().any(|name| name == "pool.img" || name == "deltapath.json"), "{data:?}");
@@ -98,25 +89,23 @@ async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrf
     let whole = path_without(dir.path(), "none-is-missing");
     let environment = vec![("PATH", OsString::from(&bin))];
     let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
-    let kubelet = rig.kubelet();
     let mkfs = format!("mkfs.{fs_type}");
     let capability = mount_capability(fs_type);
-    let request = new_volume(fs_type, 320 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+    let volume = rig.volume(fs_type, 320 * MIB, capability.clone()).await;
+    let error = rig.try_publish(&volume, capability.clone()).await.expect_err("mkfs");
     assert_eq!(error.code(), Code::Internal, "{error}");
     let text = error.to_string();
     assert!(text.contains(&mkfs) && text.contains("install the program"), "{text}");
     script(&bin, &mkfs, "for device; do :; done; echo junk >\"$device\"; echo 'half-way' >&2; exit 1");
-    let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+    let error = rig.try_publish(&volume, capability.clone()).await.expect_err("mkfs");
     assert!(error.to_string().contains("half-way"), "{error}");
-    rig.client.unpublish(&volume, &kubelet).await.expect("given up");
+    rig.detach(&volume).await;
     rig.kill();
     rig.environment = vec![("PATH", OsString::from(whole))];
     rig.start_again().await;
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let target = rig.publish(&volume, capability).await;
     std::fs::write(target.join("file"), "there").expect("write");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     rig.finish();
 }
 
@@ -133,8 +122,7 @@ async fn no_mkfs_outlives_the_driver() {
     );
     let environment = vec![("PATH", OsString::from(&bin))];
     let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
-    let request = new_volume("volume", 64 * MIB, mount_capability("ext4"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("volume", 64 * MIB, mount_capability("ext4")).await;
     let staging = tokio::spawn({
         let (mut client, kubelet, volume) = (rig.client.clone(), rig.kubelet(), volume.clone());
         async move { client.publish(&volume, mount_capability("ext4"), false, &kubelet).await }
@@ -147,7 +135,6 @@ async fn no_mkfs_outlives_the_driver() {
     staging.await.expect("staging").expect_err("the driver is gone");
     until("its end", || !process.exists()).await;
     rig.start_again().await;
-    let kubelet = rig.kubelet();
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
     rig.finish();
 }

@@ -11,8 +11,7 @@ use super::{
     Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, listed, node_health, probe,
     storage, storage_tells, tells, unwell, verify,
 };
-use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from, requests, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {
     // A background thread may still have a file open for a moment.
@@ -51,9 +50,7 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
         std::os::unix::fs::symlink(place.join("pool"), dir.path().join("data/pool")).expect("symlink");
     }
     let mut rig = Rig::start_in(dir, pool, &[], "info").await;
-    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 100, 1000, 1);
+    let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (100, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
     after.write(&device, 300, 50, 2);
@@ -76,21 +73,15 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
     assert!(status.message().contains("Read-only file system"), "{status}");
     for _ in 0..2 {
         read_only(rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await);
-        let mut restore = new_volume("restored", 64 * MIB, block_capability());
-        restore.volume_content_source = Some(from_snapshot(&base));
+        let restore = new_volume_from("restored", 64 * MIB, block_capability(), from_snapshot(&base));
         read_only(rig.client.create_volume(restore).await);
         read_only(rig.client.create_snapshot("third", &volume).await);
         read_only(rig.client.create_group("group", std::slice::from_ref(&volume)).await);
         read_only(rig.client.expand_volume(&volume, 96 * MIB).await);
-        let modify = proto::ControllerModifyVolumeRequest {
-            volume_id: volume.clone(),
-            mutable_parameters: [("readAheadKiB".to_owned(), "512".to_owned())].into(),
-            ..Default::default()
-        };
+        let modify = requests::modify(&volume, &[("readAheadKiB", "512")]);
         let modified = rig.client.controller.controller_modify_volume(modify).await;
         read_only(modified.map_err(|status| Error { call: "ControllerModifyVolume", status }));
-        let kubelet = rig.kubelet();
-        read_only(rig.client.publish(&volume, block_capability(), false, &kubelet).await);
+        read_only(rig.try_publish(&volume, block_capability()).await);
         read_only(rig.client.delete_snapshot(&base).await);
         read_only(rig.client.delete_volume(&volume).await);
         assert_eq!(listed(&rig).await, before_it, "what could not be deleted is there");
@@ -140,8 +131,7 @@ async fn takes_no_write(rig: &Rig, volume: &str, why: &str) {
 async fn a_pool_that_refuses_writes_is_reported() {
     let disk = Disk::ext4(320 << 20);
     let mut rig = disk.rig(PoolKind::Dir, &[]).await;
-    let request = new_volume("volume", 4 * MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume("volume", 4 * MIB, block_capability()).await;
     assert_eq!(health(&rig, &volume).await, []);
     chattr("+i", &rig.pool_dir());
     takes_no_write(&rig, &volume, "Operation not permitted").await;
@@ -156,10 +146,8 @@ async fn a_pool_that_refuses_writes_is_reported() {
 
 /// The pool is mounted and healthy, but the file of its image cannot be checked.
 #[apply(device_test)]
-async fn a_pool_whose_image_does_not_answer_is_reported() {
-    let mut rig = Rig::start(PoolKind::Xfs).await;
-    let request = new_volume("volume", 4 * MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+async fn a_pool_whose_image_does_not_answer_is_reported(rig: Rig<Xfs>) {
+    let volume = rig.volume("volume", 4 * MIB, block_capability()).await;
     assert_eq!(health(&rig, &volume).await, []);
     let image = rig.data_dir().join("pool.img");
     std::fs::rename(&image, image.with_extension("moved")).expect("move away");
@@ -167,5 +155,4 @@ async fn a_pool_whose_image_does_not_answer_is_reported() {
     std::fs::rename(image.with_extension("moved"), &image).expect("move back");
     assert_eq!(health(&rig, &volume).await, []);
     rig.client.delete_volume(&volume).await.expect("delete");
-    rig.finish();
 }

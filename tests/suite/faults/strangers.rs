@@ -7,9 +7,9 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::{mount, program};
 use fuser::{
@@ -18,34 +18,22 @@ use fuser::{
 };
 
 use super::{DeadDevices, Disk};
-use crate::reboot::SweptOnDrop;
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, temp_dir};
+use testkit::disk::attributes;
+use testkit::{MIB, PoolKind, Rig, requests, swept_dir, temp_dir};
 
 /// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {
     let work = async {
-        let kubelet = rig.kubelet();
-        let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
-        Content::default().write(&device, 1, 100, 1);
+        let (volume, ..) = rig.written_volume("raw", 8 * MIB, (1, 100, 1)).await;
         let snapshot = rig.snapshot("snapshot", &volume).await;
         let (restored, _) = rig.volume_from("restored", 0, from_snapshot(&snapshot)).await;
-        let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-        let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-        let target =
-            rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
-        let request = proto::NodeGetVolumeStatsRequest {
-            volume_id: files.clone(),
-            volume_path: target.to_string_lossy().into_owned(),
-            ..Default::default()
-        };
+        let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
+        let request = requests::stats(&files, &target);
         rig.client.node.node_get_volume_stats(request).await.expect("NodeGetVolumeStats");
         rig.client.expand_volume(&volume, 16 * MIB).await.expect("ControllerExpandVolume");
         rig.snapshot("of the files", &files).await;
-        rig.kill();
-        rig.start_again().await;
+        rig.crash().await;
         for volume in [&restored, &files, &volume] {
-            rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
             rig.delete(volume).await;
         }
         testkit::ok(
@@ -77,8 +65,7 @@ async fn a_dead_loop_device_of_somebodys_stops_nobody(
 #[apply(device_test)]
 async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     let disk = Disk::new("xfs", &["-q"], 320 << 20);
-    let place = temp_dir();
-    let _swept = SweptOnDrop(place.path().to_owned());
+    let (place, _swept) = swept_dir();
     let image = disk.mount_point.join("image");
     std::fs::File::create(&image).and_then(|file| file.set_len(16 << 20)).expect("image");
     program::run("mkfs.ext4", &["-q"], &image, |code| code == 0).expect("mkfs");
@@ -89,11 +76,7 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     assert!(mounted.expect("mount").success());
     program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
     let mut rig = Rig::start(PoolKind::Btrfs).await;
-    let kubelet = rig.kubelet();
-    let request = new_volume("files", 128 * MIB, mount_capability("btrfs"));
-    let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    rig.client.publish(&files, mount_capability("btrfs"), false, &kubelet).await.expect("publish");
-    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    let (files, _) = rig.published("files", 128 * MIB, mount_capability("btrfs")).await;
     rig.delete(&files).await;
     rig.finish();
 }
@@ -139,24 +122,9 @@ struct Quiet(Arc<(Mutex<bool>, Condvar)>);
 
 impl Quiet {
     fn attributes(inode: INodeNo) -> FileAttr {
-        let is_root = inode == INodeNo::ROOT;
-        let size = if is_root { 0 } else { 1 << 20 };
-        FileAttr {
-            ino: inode,
-            size,
-            blocks: size / 512,
-            atime: UNIX_EPOCH,
-            mtime: UNIX_EPOCH,
-            ctime: UNIX_EPOCH,
-            crtime: UNIX_EPOCH,
-            kind: if is_root { FileType::Directory } else { FileType::RegularFile },
-            perm: 0o700,
-            nlink: 1,
-            uid: 0,
-            gid: 0,
-            rdev: 0,
-            blksize: 4096,
-            flags: 0,
+        match inode {
+            INodeNo::ROOT => attributes(inode, FileType::Directory, 0),
+            _ => attributes(inode, FileType::RegularFile, 1 << 20),
         }
     }
 
@@ -231,8 +199,7 @@ async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
         }
     }
     let mut rig = Rig::start(PoolKind::Dir).await;
-    let request = new_volume("raw", MIB, block_capability());
-    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let volume = rig.volume("raw", MIB, block_capability()).await;
     let numbers =
         std::fs::read_dir("/sys/block").expect("/sys/block").map(|entry| entry.expect("entry").path());
     let is_free =

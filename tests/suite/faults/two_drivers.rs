@@ -6,9 +6,8 @@ use csi_client::{block_capability, new_volume};
 use deltapath::sys::mount;
 use deltapath::sys::sweep::devices_below;
 
-use crate::reboot::SweptOnDrop;
 use crate::startup::refused;
-use testkit::{MIB, PoolKind, Rig, driver_command, temp_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, swept_dir};
 
 /// The second driver's command line: another socket, another path.
 fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
@@ -17,8 +16,7 @@ fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
 }
 
 #[apply(every_pool)]
-async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_data_directory_is_one_by_any_path(rig: Rig<pool>) {
     let (volume, _) = rig.block_volume("volume", MIB).await;
     let devices = devices_below(rig.dir.path()).expect("devices").len();
     let (link, bind) = (rig.dir.path().join("link"), rig.dir.path().join("bind"));
@@ -37,7 +35,7 @@ async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
     std::fs::remove_dir(&staging).expect("remove");
     mount::unmount(&bind).expect("unmount");
     rig.snapshot("the first goes on", &volume).await;
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 /// One image with two names, in two data directories.
@@ -45,8 +43,7 @@ async fn a_data_directory_is_one_by_any_path(pool: PoolKind) {
 async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
-    let other = temp_dir();
-    let _swept = SweptOnDrop(other.path().to_owned());
+    let (other, _swept) = swept_dir();
     let copy = other.path().join("data");
     std::fs::create_dir(&copy).expect("mkdir");
     std::fs::hard_link(rig.data_dir().join("pool.img"), copy.join("pool.img")).expect("link");
@@ -58,8 +55,7 @@ async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] p
     std::fs::remove_file(rig.data_dir().join("lock")).expect("remove");
     let said = second(&rig, pool, &rig.data_dir());
     assert!(said.contains("pool.img") && said.contains("another"), "{said}");
-    let request = new_volume("the first goes on", MIB, block_capability());
-    rig.client.create_volume(request).await.expect("create");
+    rig.client.create_volume(new_volume("the first goes on", MIB, block_capability())).await.expect("create");
     rig.snapshot("the first goes on", &volume).await;
     rig.detach_and_finish(&volume).await;
 }

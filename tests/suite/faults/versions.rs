@@ -13,7 +13,7 @@ use tonic::Code;
 use super::{Trouble, hashed, health, listed, live, tells, without_skip};
 use crate::startup::refused;
 use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
+use testkit::{BLOCK, MIB, PoolKind, code, driver_command, names, new_volume_from, state_path};
 
 /// Replaces a record by one of a later version. Returns the old content.
 fn later(path: &Path) -> Vec<u8> {
@@ -81,8 +81,7 @@ fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
 }
 
 #[apply(every_pool)]
-async fn a_data_directory_of_another_version_is_not_touched(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
+async fn a_data_directory_of_another_version_is_not_touched(rig: Rig<pool>) {
     rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
     assert!(rig.terminate().success());
     let manifest = rig.data_dir().join("deltapath.json");
@@ -103,12 +102,10 @@ async fn a_data_directory_of_another_version_is_not_touched(pool: PoolKind) {
     std::fs::write(&manifest, sound).expect("write");
     rig.start_again().await;
     assert_eq!(listed(&rig).await.0.len(), 1);
-    rig.finish();
 }
 
 #[apply(device_test)]
-async fn records_of_a_later_version_are_withheld_and_not_touched() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
+async fn records_of_a_later_version_are_withheld_and_not_touched(rig: Rig<Dir>) {
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (other, other_device) = rig.block_volume("other", 16 * MIB).await;
     let mut before = Content::default();
@@ -146,10 +143,9 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     withheld(rig.client.delete_snapshot(&spare).await);
     withheld(rig.client.delta(&base, &target, 0, 0).await);
     withheld(rig.client.allocated(&target, 0, 0).await);
-    let mut restore = new_volume("restored", 16 * MIB, block_capability());
-    restore.volume_content_source = Some(from_snapshot(&target));
+    let restore = new_volume_from("restored", 16 * MIB, block_capability(), from_snapshot(&target));
     withheld(rig.client.create_volume(restore).await);
-    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+    let members = testkit::members(&group);
     withheld(rig.client.delete_group(&group.group_snapshot_id, &members).await);
     let error = rig.client.allocated(&members[0], 0, 0).await.expect_err("its group is withheld");
     assert!(error.code() == Code::Internal && error.to_string().contains("group"), "{error}");
@@ -175,15 +171,12 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     let missing: Vec<_> = all.1.iter().chain([&beside]).filter(|id| !snapshots.contains(id)).collect();
     assert!(missing.is_empty(), "{missing:?}\n{}", rig.log());
     assert_eq!(rig.changed(&target, &beside).await, [40, 41, 42]);
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }
 
 #[apply(every_pool)]
-async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKind) {
-    let mut rig = Rig::start(pool).await;
-    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
-    let mut before = Content::default();
-    before.write(&device, 0, 50, 1);
+async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(rig: Rig<pool>) {
+    let (volume, device, before) = rig.written_volume("volume", 16 * MIB, (0, 50, 1)).await;
     without_skip(&mut rig, &volume).await;
     let base = rig.snapshot("base", &volume).await;
     let mut after = before.clone();
@@ -196,8 +189,7 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKi
         let now = std::fs::read(&path).expect("read");
         for start in 0..2 {
             if start == 1 {
-                rig.kill();
-                rig.start_again().await;
+                rig.crash().await;
             }
             withheld(rig.client.delta(&base, &target, 0, 0).await);
             if path == dir.allocated() {
@@ -214,5 +206,5 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(pool: PoolKi
         durable::replace(&path, &sound).expect("write");
         assert_eq!(rig.changed(&base, &target).await, (20..25).collect::<Vec<u64>>());
     }
-    rig.detach_and_finish(&volume).await;
+    rig.detach(&volume).await;
 }

@@ -38,8 +38,14 @@ pub struct Names {
     pub groups: BTreeMap<Name, Vec<(String, Vec<String>)>>,
 }
 
-fn pick<T: Clone>(given: &BTreeMap<Name, Vec<T>>, name: Name, back: usize) -> Option<T> {
-    let given = given.get(&name)?;
+/// What a name was given last, or before.
+fn pick<T: Clone>(given: &BTreeMap<Name, Vec<T>>, id: &Ref) -> Option<T> {
+    let (name, back) = match id {
+        Ref::Last(name) | Ref::Member(name, _) => (name, 0),
+        Ref::Former(name) => (name, 1),
+        _ => return None,
+    };
+    let given = given.get(name)?;
     given.len().checked_sub(1 + back).map(|at| given[at].clone())
 }
 
@@ -137,43 +143,28 @@ impl Names {
         text
     }
 
-    fn made(&self, id: &Ref) -> Option<(String, Vec<Kind>)> {
-        match id {
-            Ref::Last(name) => pick(&self.volumes, *name, 0),
-            Ref::Former(name) => pick(&self.volumes, *name, 1),
-            _ => None,
-        }
-    }
-
     pub fn volume(&self, id: &Ref) -> String {
-        self.made(id).map_or_else(|| self.odd("vol", id), |(id, _)| id)
+        pick(&self.volumes, id).map_or_else(|| self.odd("vol", id), |(id, _)| id)
     }
 
     pub fn snapshot(&self, id: &Ref) -> String {
         let found = match id {
-            Ref::Last(name) => pick(&self.snapshots, *name, 0),
-            Ref::Former(name) => pick(&self.snapshots, *name, 1),
-            Ref::Member(name, place) => {
-                pick(&self.groups, *name, 0).and_then(|(_, members)| members.get(*place).cloned())
+            Ref::Member(_, place) => {
+                pick(&self.groups, id).and_then(|(_, members)| members.get(*place).cloned())
             }
-            _ => None,
+            id => pick(&self.snapshots, id),
         };
         found.unwrap_or_else(|| self.odd("snap", id))
     }
 
     /// A group and its members.
     pub fn group(&self, id: &Ref) -> (String, Vec<String>) {
-        let found = match id {
-            Ref::Last(name) => pick(&self.groups, *name, 0),
-            Ref::Former(name) => pick(&self.groups, *name, 1),
-            _ => None,
-        };
-        found.unwrap_or_else(|| (self.odd("group", id), vec!["x".into()]))
+        pick(&self.groups, id).unwrap_or_else(|| (self.odd("group", id), vec!["x".into()]))
     }
 
     /// The access that a use means for a volume.
     pub fn access(&self, asked: Use, volume: &Ref) -> Access {
-        match (asked.access, self.made(volume)) {
+        match (asked.access, pick(&self.volumes, volume)) {
             (Access::AsMade, Some((_, kinds))) => {
                 let fs = kinds.iter().find_map(|kind| match kind {
                     Kind::Fs(name) => Some(Access::Fs(name)),

@@ -6,11 +6,11 @@ use csi_client::BlockList;
 use proto::BlockMetadataType;
 
 use super::calls::{Cut, Members, Name, NewName, Pages};
-use super::volumes::{check_pages, copied};
+use super::volumes::{check_asked, check_pages, copied};
 use super::wire::{Answer, Reply};
 use super::world::{
-    ABORTED, Bytes, EXISTS, Group, INVALID, NOT_FOUND, PRECONDITION, RANGE, Rule, Snapshot, World, done,
-    equal, refused, wrong,
+    Bytes, EXISTS, Group, INVALID, NOT_FOUND, PRECONDITION, RANGE, Rule, Snapshot, World, done, equal,
+    refused, wrong,
 };
 use testkit::content::{Content, blocks_of};
 
@@ -138,12 +138,7 @@ impl World {
         answer: &Answer,
         alone: bool,
     ) -> Rule {
-        if pages.most < 0 {
-            return refused(INVALID, "max_entries is negative");
-        }
-        if pages.bad_token {
-            return refused(ABORTED, "no list ended with that token");
-        }
+        check_asked(pages)?;
         let Reply::Snapshots(list) = done(answer)? else { return wrong("no list in the answer") };
         check_pages(list, pages.most, self.is_routed())?;
         if self.is_routed() && !alone {

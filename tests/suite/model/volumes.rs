@@ -74,7 +74,7 @@ pub fn read_ahead(value: &str) -> Rule<u32> {
 }
 
 /// The properties of a source: capacity, block size, tracking and bytes.
-type Origin = (Source, u64, u64, bool, Bytes);
+type Origin = (u64, u64, bool, Bytes);
 
 impl World {
     /// Compares a volume in an answer with the model.
@@ -92,36 +92,19 @@ impl World {
         equal("accessible_topology", &reported.accessible_topology.len(), &1)
     }
 
-    fn origin(&self, names: &Names, from: &From) -> Rule<Option<Origin>> {
-        match from {
-            From::Nothing => Ok(None),
-            From::Snapshot(snapshot) => {
-                let id = names.snapshot(snapshot);
-                match self.snapshots.get(&id) {
-                    None => refused(NOT_FOUND, "the source is not there"),
-                    Some(from) => Ok(Some((
-                        Source::Snapshot(id),
-                        from.capacity,
-                        from.block_size,
-                        from.tracking,
-                        copied(&from.bytes),
-                    ))),
-                }
-            }
-            From::Volume(volume) => {
-                let id = names.volume(volume);
-                match self.volumes.get(&id) {
-                    None => refused(NOT_FOUND, "the source is not there"),
-                    Some(from) => Ok(Some((
-                        Source::Volume(id),
-                        from.capacity,
-                        from.block_size,
-                        from.tracking,
-                        copied(&from.bytes),
-                    ))),
-                }
-            }
-        }
+    fn origin(&self, source: Option<&Source>) -> Rule<Option<Origin>> {
+        let origin = match source {
+            None => return Ok(None),
+            Some(Source::Snapshot(id)) => self
+                .snapshots
+                .get(id)
+                .map(|from| (from.capacity, from.block_size, from.tracking, copied(&from.bytes))),
+            Some(Source::Volume(id)) => self
+                .volumes
+                .get(id)
+                .map(|from| (from.capacity, from.block_size, from.tracking, copied(&from.bytes))),
+        };
+        origin.map_or_else(|| refused(NOT_FOUND, "the source is not there"), |origin| Ok(Some(origin)))
     }
 
     pub fn create_volume(&mut self, names: &Names, new: &NewVolume, answer: &Answer) -> Rule {
@@ -175,9 +158,8 @@ impl World {
         if new.elsewhere {
             return refused(EXHAUSTED, "it is wanted on another node");
         }
-        let origin = self.origin(names, &new.from)?;
-        let (size_of, block_of) =
-            origin.as_ref().map_or((None, None), |(_, size, block, ..)| (Some(*size), Some(*block)));
+        let origin = self.origin(source.as_ref())?;
+        let (size_of, block_of) = origin.as_ref().map(|(size, block, ..)| (*size, *block)).unzip();
         let block_size = block_size.or(block_of).unwrap_or(BLOCK);
         let wanted = match (required, size_of) {
             (0, None) => {
@@ -205,7 +187,7 @@ impl World {
         }
         let (tracking, bytes) = match origin {
             None => (true, Bytes::Raw(Content::default())),
-            Some((_, _, _, tracking, bytes)) => (tracking, bytes),
+            Some((_, _, tracking, bytes)) => (tracking, bytes),
         };
         let volume = Volume {
             name,
@@ -305,12 +287,7 @@ impl World {
 
     /// Behind a router, a list during other calls shows each node at a different moment.
     pub fn list_volumes(&mut self, pages: Pages, answer: &Answer, alone: bool) -> Rule {
-        if pages.most < 0 {
-            return refused(INVALID, "max_entries is negative");
-        }
-        if pages.bad_token {
-            return refused(ABORTED, "no list ended with that token");
-        }
+        check_asked(pages)?;
         let Reply::Volumes(list) = done(answer)? else { return wrong("no list in the answer") };
         check_pages(list, pages.most, self.is_routed())?;
         if self.is_routed() && !alone {
@@ -344,12 +321,7 @@ impl World {
 
     /// There are no faults in this test.
     pub fn list_health(&mut self, pages: Pages, answer: &Answer) -> Rule {
-        if pages.most < 0 {
-            return refused(INVALID, "max_entries is negative");
-        }
-        if pages.bad_token {
-            return refused(ABORTED, "no list ended with that token");
-        }
+        check_asked(pages)?;
         let Reply::Unwell(unwell) = done(answer)? else { return wrong("no list in the answer") };
         equal("the list of volumes that are not well", unwell, &Vec::new())
     }
@@ -421,6 +393,15 @@ pub fn copied(bytes: &Bytes) -> Bytes {
     match bytes {
         Bytes::HalfMade => Bytes::Unsure,
         bytes => bytes.clone(),
+    }
+}
+
+/// What may be asked of a list.
+pub fn check_asked(pages: Pages) -> Rule {
+    match pages {
+        Pages { most: ..0, .. } => refused(INVALID, "max_entries is negative"),
+        Pages { bad_token: true, .. } => refused(ABORTED, "no list ended with that token"),
+        _ => Ok(()),
     }
 }
 

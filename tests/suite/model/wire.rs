@@ -2,8 +2,9 @@
 
 use std::error::Error;
 
-use csi_client::{BlockList, Client, from_snapshot, from_volume};
-use tonic::{Code, Status};
+use csi_client::{BlockList, Client, from_snapshot, from_volume, stage_of};
+use testkit::requests;
+use tonic::{Code, Response, Status};
 
 use super::calls::{ANOTHER, Call, From, Members, MountPath, NewVolume, Pages, Question, Size, Use};
 use super::names::{Asked, Names, capability};
@@ -73,6 +74,10 @@ impl Answer {
     }
 }
 
+fn nothing(made: csi_client::Result<()>) -> Made {
+    made.map(|()| Reply::Nothing).map_err(|error| error.status)
+}
+
 fn range(size: Size) -> Option<proto::CapacityRange> {
     Some(proto::CapacityRange { required_bytes: size.required, limit_bytes: size.limit })
 }
@@ -126,17 +131,32 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
     match call {
         Call::CreateVolume(new) => create_volume(client, names, new).await,
         Call::Ask(question) => ask(client, *question).await,
-        Call::ListVolumes(pages) => list_volumes(client, *pages).await,
+        Call::ListVolumes(pages) => {
+            let mut list = List::of(*pages);
+            while let Some(starting_token) = list.next.take() {
+                let request = proto::ListVolumesRequest { max_entries: pages.most, starting_token };
+                let page = client.controller.list_volumes(request).await?.into_inner();
+                list.add(page.entries, page.next_token);
+            }
+            Ok(Reply::Volumes(list.pages))
+        }
         Call::ListSnapshots { pages, of, only } => {
-            let of = of.as_ref().map(|of| names.volume(of)).unwrap_or_default();
-            let only = only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default();
-            list_snapshots(client, *pages, of, only).await
+            let mut list = List::of(*pages);
+            while let Some(starting_token) = list.next.take() {
+                let request = proto::ListSnapshotsRequest {
+                    max_entries: pages.most,
+                    starting_token,
+                    source_volume_id: of.as_ref().map(|of| names.volume(of)).unwrap_or_default(),
+                    snapshot_id: only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default(),
+                    ..Default::default()
+                };
+                let page = client.controller.list_snapshots(request).await?.into_inner();
+                let snapshots = page.entries.into_iter().filter_map(|entry| entry.snapshot);
+                list.add(snapshots.collect(), page.next_token);
+            }
+            Ok(Reply::Snapshots(list.pages))
         }
-        Call::DeleteVolume(volume) => {
-            let request =
-                proto::DeleteVolumeRequest { volume_id: names.volume(volume), ..Default::default() };
-            client.controller.delete_volume(request).await.map(|_| Reply::Nothing)
-        }
+        Call::DeleteVolume(volume) => nothing(client.delete_volume(&names.volume(volume)).await),
         Call::ControllerPublish { volume, node, asked, read_only } => {
             let request = proto::ControllerPublishVolumeRequest {
                 volume_id: names.volume(volume),
@@ -148,19 +168,11 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             client.controller.controller_publish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::ControllerUnpublish { volume, node } => {
-            let request = proto::ControllerUnpublishVolumeRequest {
-                volume_id: names.volume(volume),
-                node_id: names.node(*node, volume),
-                ..Default::default()
-            };
+            let request = requests::detach(names.volume(volume), &names.node(*node, volume));
             client.controller.controller_unpublish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Validate { volume, asked } => {
-            let request = proto::ValidateVolumeCapabilitiesRequest {
-                volume_id: names.volume(volume),
-                volume_capabilities: vec![names.capability(*asked, volume)],
-                ..Default::default()
-            };
+            let request = requests::validate(names.volume(volume), vec![names.capability(*asked, volume)]);
             let answer = client.controller.validate_volume_capabilities(request).await?;
             Ok(Reply::Confirmed(answer.into_inner().confirmed.is_some()))
         }
@@ -169,27 +181,21 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             Ok(Reply::Status(client.controller.controller_get_volume(request).await?.into_inner()))
         }
         Call::ListHealth(pages) => {
-            let mut request = proto::ControllerListVolumeHealthRequest {
-                max_entries: pages.most,
-                starting_token: if pages.bad_token { "nonsense".into() } else { String::new() },
-                ..Default::default()
-            };
-            let mut unwell = Vec::new();
-            loop {
-                let page =
-                    client.controller.controller_list_volume_health(request.clone()).await?.into_inner();
-                unwell.extend(page.entries);
-                if page.next_token.is_empty() {
-                    return Ok(Reply::Unwell(unwell));
-                }
-                request.starting_token = page.next_token;
+            let mut list = List::of(*pages);
+            while let Some(starting_token) = list.next.take() {
+                let max_entries = pages.most;
+                let request = proto::ControllerListVolumeHealthRequest {
+                    max_entries,
+                    starting_token,
+                    ..Default::default()
+                };
+                let page = client.controller.controller_list_volume_health(request).await?.into_inner();
+                list.add(page.entries, page.next_token);
             }
+            Ok(Reply::Unwell(list.pages.concat()))
         }
         Call::GetHealth(volume) => {
-            let request = proto::ControllerGetVolumeHealthRequest {
-                volume_id: names.volume(volume),
-                ..Default::default()
-            };
+            let request = requests::health(names.volume(volume));
             let reported = client.controller.controller_get_volume_health(request).await?.into_inner();
             Ok(Reply::Health(reported.volume_health))
         }
@@ -210,11 +216,7 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             Ok(Reply::Expanded(client.controller.controller_expand_volume(request).await?.into_inner()))
         }
         Call::Modify { volume, read_ahead, direct_io } => {
-            let mut request = proto::ControllerModifyVolumeRequest {
-                volume_id: names.volume(volume),
-                ..Default::default()
-            };
-            request.mutable_parameters.insert("readAheadKiB".into(), (*read_ahead).into());
+            let mut request = requests::modify(names.volume(volume), &[("readAheadKiB", read_ahead)]);
             if let Some(direct) = direct_io {
                 request.mutable_parameters.insert("directIO".into(), direct.to_string());
             }
@@ -230,14 +232,9 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             let made = client.controller.create_snapshot(request).await?.into_inner();
             Ok(made.snapshot.map_or(Reply::Nothing, Reply::Snapshot))
         }
-        Call::DeleteSnapshot(snapshot) => {
-            let request =
-                proto::DeleteSnapshotRequest { snapshot_id: names.snapshot(snapshot), ..Default::default() };
-            client.controller.delete_snapshot(request).await.map(|_| Reply::Nothing)
-        }
+        Call::DeleteSnapshot(snapshot) => nothing(client.delete_snapshot(&names.snapshot(snapshot)).await),
         Call::GetSnapshot(snapshot) => {
-            let request =
-                proto::GetSnapshotRequest { snapshot_id: names.snapshot(snapshot), ..Default::default() };
+            let request = requests::snapshot(names.snapshot(snapshot));
             let found = client.controller.get_snapshot(request).await?.into_inner();
             Ok(found.snapshot.map_or(Reply::Nothing, Reply::Snapshot))
         }
@@ -252,13 +249,8 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             Ok(made.group_snapshot.map_or(Reply::Nothing, Reply::Group))
         }
         Call::DeleteGroup { group, members: named } => {
-            let (group_snapshot_id, snapshot_ids) = members(group, *named);
-            let request = proto::DeleteVolumeGroupSnapshotRequest {
-                group_snapshot_id,
-                snapshot_ids,
-                ..Default::default()
-            };
-            client.groups.delete_volume_group_snapshot(request).await.map(|_| Reply::Nothing)
+            let (id, members) = members(group, *named);
+            nothing(client.delete_group(&id, &members).await)
         }
         Call::GetGroup { group, members: named } => {
             let (group_snapshot_id, snapshot_ids) = members(group, *named);
@@ -272,27 +264,20 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
         }
         Call::Allocated { snapshot, cut } => {
             let list = client.allocated(&names.snapshot(snapshot), cut.offset.bytes(), cut.most).await;
-            list.map(Reply::Blocks).map_err(|csi_client::Error { status, .. }| status)
+            list.map(Reply::Blocks).map_err(|error| error.status)
         }
         Call::Delta { base, target, cut } => {
             let (base, target) = (names.snapshot(base), names.snapshot(target));
             let list = client.delta(&base, &target, cut.offset.bytes(), cut.most).await;
-            list.map(Reply::Blocks).map_err(|csi_client::Error { status, .. }| status)
+            list.map(Reply::Blocks).map_err(|error| error.status)
         }
         Call::Stage { volume, at, asked } => {
-            let request = proto::NodeStageVolumeRequest {
-                volume_id: names.volume(volume),
-                staging_target_path: names.path(*at),
-                volume_capability: Some(names.capability(*asked, volume)),
-                ..Default::default()
-            };
+            let (staging, capability) = (names.path(*at), names.capability(*asked, volume));
+            let request = stage_of(&names.volume(volume), staging.as_ref(), capability);
             client.node.node_stage_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Unstage { volume, at } => {
-            let request = proto::NodeUnstageVolumeRequest {
-                volume_id: names.volume(volume),
-                staging_target_path: names.path(*at),
-            };
+            let request = requests::unstage(names.volume(volume), names.path(*at));
             client.node.node_unstage_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Publish { volume, staged, at, asked, read_only } => {
@@ -307,10 +292,7 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             client.node.node_publish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Unpublish { volume, at } => {
-            let request = proto::NodeUnpublishVolumeRequest {
-                volume_id: names.volume(volume),
-                target_path: names.path(*at),
-            };
+            let request = requests::unpublish(names.volume(volume), names.path(*at));
             client.node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::PublishEphemeral { handle, at, asked, size, read_only } => {
@@ -326,18 +308,11 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             client.node.node_publish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::UnpublishEphemeral { handle, at } => {
-            let request = proto::NodeUnpublishVolumeRequest {
-                volume_id: format!("csi-{handle}"),
-                target_path: names.path(*at),
-            };
+            let request = requests::unpublish(format!("csi-{handle}"), names.path(*at));
             client.node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
         }
         Call::Stats { volume, at } => {
-            let request = proto::NodeGetVolumeStatsRequest {
-                volume_id: names.volume(volume),
-                volume_path: names.path(*at),
-                ..Default::default()
-            };
+            let request = requests::stats(names.volume(volume), names.path(*at));
             Ok(Reply::Stats(client.node.node_get_volume_stats(request).await?.into_inner()))
         }
         Call::NodeHealth { volume, at } => {
@@ -350,91 +325,62 @@ async fn made(client: &mut Client, names: &Names, call: &Call) -> Made {
             Ok(Reply::Health(client.node.node_get_volume_health(request).await?.into_inner().volume_health))
         }
         Call::NodeExpand { volume, at, size, asked } => {
-            let request = proto::NodeExpandVolumeRequest {
-                volume_id: names.volume(volume),
-                volume_path: names.path(*at),
-                capacity_range: range(*size),
-                volume_capability: asked.map(|asked| names.capability(asked, volume)),
-                ..Default::default()
-            };
-            Ok(Reply::NodeExpanded(
-                client.node.node_expand_volume(request).await?.into_inner().capacity_bytes,
-            ))
+            let mut request = requests::node_expand(names.volume(volume), names.path(*at));
+            request.capacity_range = range(*size);
+            request.volume_capability = asked.map(|asked| names.capability(asked, volume));
+            let expanded = client.node.node_expand_volume(request).await?.into_inner();
+            Ok(Reply::NodeExpanded(expanded.capacity_bytes))
         }
     }
-}
-
-fn first(pages: Pages) -> String {
-    if pages.bad_token { "zz".to_owned() } else { String::new() }
 }
 
 /// More pages than a life has objects, so that a list with circular tokens ends.
 const MAX_PAGES: usize = 64;
 
-async fn list_volumes(client: &mut Client, pages: Pages) -> Made {
-    let (mut list, mut starting_token) = (Vec::new(), first(pages));
-    while list.len() < MAX_PAGES {
-        let request = proto::ListVolumesRequest { max_entries: pages.most, starting_token };
-        let page = client.controller.list_volumes(request).await?.into_inner();
-        list.push(page.entries);
-        if page.next_token.is_empty() {
-            break;
-        }
-        starting_token = page.next_token;
-    }
-    Ok(Reply::Volumes(list))
+/// The pages of a list so far, and the token of the next.
+struct List<P> {
+    pages: Vec<P>,
+    next: Option<String>,
 }
 
-async fn list_snapshots(client: &mut Client, pages: Pages, of: String, only: String) -> Made {
-    let (mut list, mut starting_token) = (Vec::new(), first(pages));
-    while list.len() < MAX_PAGES {
-        let request = proto::ListSnapshotsRequest {
-            max_entries: pages.most,
-            starting_token,
-            source_volume_id: of.clone(),
-            snapshot_id: only.clone(),
-            ..Default::default()
-        };
-        let page = client.controller.list_snapshots(request).await?.into_inner();
-        list.push(page.entries.into_iter().filter_map(|entry| entry.snapshot).collect());
-        if page.next_token.is_empty() {
-            break;
-        }
-        starting_token = page.next_token;
+impl<P> List<P> {
+    fn of(asked: Pages) -> Self {
+        let next = if asked.bad_token { "zz".to_owned() } else { String::new() };
+        List { pages: Vec::new(), next: Some(next) }
     }
-    Ok(Reply::Snapshots(list))
+
+    fn add(&mut self, page: P, next: String) {
+        self.pages.push(page);
+        self.next = Some(next).filter(|next| !next.is_empty() && self.pages.len() < MAX_PAGES);
+    }
+}
+
+fn text<T: std::fmt::Debug>(answer: Result<Response<T>, Status>) -> Made {
+    Ok(Reply::Text(format!("{:?}", answer?.get_ref())))
 }
 
 async fn ask(client: &mut Client, question: Question) -> Made {
-    let text = match question {
-        Question::Probe => format!("{:?}", client.identity.probe(proto::ProbeRequest {}).await?.get_ref()),
-        Question::GetPluginInfo => {
-            let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await?;
-            format!("{:?}", info.get_ref())
-        }
+    let client = (&mut client.identity, &mut client.controller, &mut client.groups, &mut client.node);
+    let (identity, controller, groups, node) = client;
+    match question {
+        Question::Probe => text(identity.probe(proto::ProbeRequest {}).await),
+        Question::GetPluginInfo => text(identity.get_plugin_info(proto::GetPluginInfoRequest {}).await),
         Question::GetPluginCapabilities => {
-            let request = proto::GetPluginCapabilitiesRequest {};
-            format!("{:?}", client.identity.get_plugin_capabilities(request).await?.get_ref())
+            text(identity.get_plugin_capabilities(proto::GetPluginCapabilitiesRequest {}).await)
         }
         Question::ControllerGetCapabilities => {
-            let request = proto::ControllerGetCapabilitiesRequest {};
-            format!("{:?}", client.controller.controller_get_capabilities(request).await?.get_ref())
+            text(controller.controller_get_capabilities(proto::ControllerGetCapabilitiesRequest {}).await)
         }
         Question::GroupControllerGetCapabilities => {
             let request = proto::GroupControllerGetCapabilitiesRequest {};
-            format!("{:?}", client.groups.group_controller_get_capabilities(request).await?.get_ref())
+            text(groups.group_controller_get_capabilities(request).await)
         }
         Question::NodeGetCapabilities => {
-            let request = proto::NodeGetCapabilitiesRequest {};
-            format!("{:?}", client.node.node_get_capabilities(request).await?.get_ref())
+            text(node.node_get_capabilities(proto::NodeGetCapabilitiesRequest {}).await)
         }
-        Question::NodeGetInfo => {
-            format!("{:?}", client.node.node_get_info(proto::NodeGetInfoRequest {}).await?.get_ref())
-        }
+        Question::NodeGetInfo => text(node.node_get_info(proto::NodeGetInfoRequest {}).await),
         Question::NodeGetStorageHealth => {
-            let request = proto::NodeGetStorageHealthRequest::default();
-            format!("{:?}", client.node.node_get_storage_health(request).await?.get_ref())
+            text(node.node_get_storage_health(proto::NodeGetStorageHealthRequest::default()).await)
         }
-    };
-    Ok(Reply::Text(text))
+    }
 }

@@ -20,7 +20,7 @@ use crate::model::rounds::{Event, Listed, explain};
 use crate::model::wire::{Answer, make};
 use crate::model::world::{Bytes, Snapshot, Volume, World};
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
-use testkit::{BLOCK, names};
+use testkit::{BLOCK, names, new_volume_from};
 
 /// The most deltas that are compared after one boot.
 const DELTAS: usize = 80;
@@ -253,8 +253,8 @@ impl Audit<'_> {
             let is_right = blocks_of(&delta, BLOCK) == changed;
             self.findings.expect(is_right, || "the first delta after the cut is wrong".into());
         }
-        let mut request = csi_client::new_volume("restored", 0, block_capability());
-        request.volume_content_source = Some(from_snapshot(&snapshot.snapshot_id));
+        let request =
+            new_volume_from("restored", 0, block_capability(), from_snapshot(&snapshot.snapshot_id));
         let restored = client.create_volume(request).await.map_err(reported)?.volume_id;
         client.delete_snapshot(&snapshot.snapshot_id).await.map_err(reported)?;
         client.delete_volume(&restored).await.map_err(reported)?;

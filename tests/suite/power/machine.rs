@@ -1,19 +1,18 @@
 //! A machine whose disk can lose power: the disk, its filesystem, and a driver with its data directory there.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use csi_client::Client;
 use deltapath::sys::loopdev::{Access, LoopDevice};
-use deltapath::sys::mount::{self, Flags};
-use deltapath::sys::program;
+use deltapath::sys::mount;
 use deltapath::sys::sweep::{devices_below, sweep};
 use tempfile::TempDir;
 
-use testkit::disk::Rack;
+use testkit::disk::{self, Rack};
 use testkit::{PoolKind, driver_command, signal, wait};
 
 /// The image is sparse, and much larger than what is ever written.
@@ -35,21 +34,6 @@ impl Host {
             Host::Btrfs => "btrfs",
         }
     }
-
-    pub fn format(self, device: &Path) {
-        let (mkfs, arguments): (_, &[&str]) = match self {
-            Host::Ext4 => ("mkfs.ext4", &["-q", "-E", "lazy_itable_init=1,lazy_journal_init=1"]),
-            Host::Xfs => ("mkfs.xfs", &["-q"]),
-            Host::Btrfs => ("mkfs.btrfs", &["-q"]),
-        };
-        program::run(mkfs, arguments, device, |code| code == 0).expect("mkfs");
-    }
-
-    pub fn mount(self, device: &Path, at: &Path) -> Result<(), String> {
-        let options = if self == Host::Xfs { "nouuid" } else { "" };
-        mount::mount(device, at, self.name(), Flags::MS_NOATIME, options)
-            .map_err(|error| base::report(&error))
-    }
 }
 
 pub struct Machine {
@@ -64,12 +48,12 @@ pub struct Machine {
 impl Machine {
     /// A machine that is switched off, with an empty filesystem on its disk, which has number 0.
     pub fn new(host: Host, pool: PoolKind) -> Self {
-        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let dir = testkit::temp_dir();
         let rack = Arc::new(Rack::start(&dir.path().join("rack"), DISK));
         std::fs::create_dir_all(dir.path().join("machine/data")).expect("directories");
         let mut machine = Machine { rack, host, pool, device: None, driver: None, dir };
         let device = LoopDevice::attach(&machine.rack.path(0), Access::ReadWrite).expect("attach");
-        host.format(&machine.device.insert(device).path());
+        disk::format(&machine.device.insert(device).path(), host.name());
         machine.off();
         machine
     }
@@ -101,7 +85,7 @@ impl Machine {
         let device = LoopDevice::attach(&self.rack.path(disk), Access::ReadWrite).expect("attach");
         let path = device.path();
         self.device = Some(device);
-        self.host.mount(&path, &self.data_dir())
+        disk::mount_disk(&path, self.host.name(), &self.data_dir())
     }
 
     /// Starts the driver, and calls `meanwhile` repeatedly until it answers.
@@ -166,7 +150,7 @@ impl Machine {
 
 /// Detaches a disk. If another mount namespace has a copy of a mount, the kernel frees the device when that namespace
 /// ends.
-pub fn detach(device: LoopDevice) {
+fn detach(device: LoopDevice) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !device.clone().detach().expect("detach") {
         if Instant::now() > deadline {

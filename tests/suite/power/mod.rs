@@ -21,17 +21,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use csi_client::{block_capability, new_volume};
-use deltapath::sys::loopdev::{Access, LoopDevice};
-use deltapath::sys::mount;
-use deltapath::sys::sweep::sweep;
 use proto::ListVolumesRequest;
 
 use clients::Worker;
 use fastrand::Rng;
-use machine::{Host, Machine, detach};
+use machine::{Host, Machine};
 use stage::{Cut, Stage, WISHES};
 use testkit::PoolKind;
-use testkit::disk::Rack;
+use testkit::disk::{Mounted, Rack};
 
 /// The number of machines: one for each case of the test.
 const MACHINES: usize = 7;
@@ -183,14 +180,6 @@ fn ci_has_fuse() {
     assert!(!is_ci || Path::new("/dev/fuse").exists(), "the power cuts need /dev/fuse");
 }
 
-struct SweptOnDrop<'d>(&'d Path);
-
-impl Drop for SweptOnDrop<'_> {
-    fn drop(&mut self) {
-        let _ = sweep(self.0);
-    }
-}
-
 /// Tests the disk itself: on every filesystem synced data survives every cut, and other data is lost.
 #[rstest::rstest]
 #[test_with::root]
@@ -199,37 +188,30 @@ impl Drop for SweptOnDrop<'_> {
 fn a_disk_keeps_what_was_synced_and_loses_what_was_not(
     #[values(Host::Ext4, Host::Xfs, Host::Btrfs)] host: Host,
 ) {
-    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+    let (dir, _swept) = testkit::swept_dir();
     let mut random = Rng::with_seed(seed());
     let rack = Rack::start(&dir.path().join(host.name()), 4 << 30);
-    let _swept = SweptOnDrop(dir.path());
-    let mounted = dir.path().join("mounted");
-    std::fs::create_dir_all(&mounted).expect("directory");
-    let device = LoopDevice::attach(&rack.path(0), Access::ReadWrite).expect("attach");
-    host.format(&device.path());
-    host.mount(&device.path(), &mounted).expect("mount");
+    let at = dir.path().join("mounted");
+    std::fs::create_dir_all(&at).expect("directory");
+    let mounted = Mounted::format(&rack, 0, host.name(), &at);
     let write = |name: &str, sync: bool| {
-        let mut file = File::create(mounted.join(name)).expect("create");
+        let mut file = File::create(at.join(name)).expect("create");
         file.write_all(name.as_bytes()).expect("write");
         if sync {
             file.sync_all().expect("sync");
-            File::open(&mounted).and_then(|dir| dir.sync_all()).expect("sync");
+            File::open(&at).and_then(|dir| dir.sync_all()).expect("sync");
         }
     };
     write("synced", true);
     write("not synced", false);
     let cuts: Vec<_> = (0..8).map(|_| rack.cut(0, &mut random)).collect();
-    mount::unmount(&mounted).expect("unmount");
-    detach(device);
+    drop(mounted);
     let mut lost = 0;
     for (cut, story) in cuts {
-        let device = LoopDevice::attach(&rack.path(cut), Access::ReadWrite).expect("attach");
-        host.mount(&device.path(), &mounted).expect("mount");
-        let read = |name: &str| std::fs::read(mounted.join(name)).unwrap_or_default();
+        let _mounted = Mounted::boot(&rack, cut, host.name(), &at);
+        let read = |name: &str| std::fs::read(at.join(name)).unwrap_or_default();
         assert_eq!(read("synced"), b"synced", "{}: {story}", host.name());
         lost += usize::from(read("not synced") != b"not synced");
-        mount::unmount(&mounted).expect("unmount");
-        detach(device);
     }
     assert_eq!(lost, 8, "{}: data that was not synced survived a cut", host.name());
 }

@@ -209,24 +209,13 @@ impl Stage {
     }
 }
 
+const fn names(volumes: &'static [char], snapshots: &'static [char], groups: &'static [char]) -> NameSet {
+    NameSet { volumes, snapshots, groups, ephemeral: &[] }
+}
+
 /// The names of each client's objects. No other client uses them, so none of its calls may fail.
 pub const NAMES: [NameSet; super::CLIENTS] = [
-    NameSet {
-        volumes: &['a', 'b', 'c'],
-        snapshots: &['A', 'B', 'C', 'D', 'E', 'F'],
-        groups: &['1', '2'],
-        ephemeral: &[],
-    },
-    NameSet {
-        volumes: &['d', 'e', 'f'],
-        snapshots: &['G', 'H', 'I', 'J', 'K', 'L'],
-        groups: &['3', '4'],
-        ephemeral: &[],
-    },
-    NameSet {
-        volumes: &['g', 'h', 'i'],
-        snapshots: &['M', 'N', 'O', 'P', 'Q', 'R'],
-        groups: &['5', '6'],
-        ephemeral: &[],
-    },
+    names(&['a', 'b', 'c'], &['A', 'B', 'C', 'D', 'E', 'F'], &['1', '2']),
+    names(&['d', 'e', 'f'], &['G', 'H', 'I', 'J', 'K', 'L'], &['3', '4']),
+    names(&['g', 'h', 'i'], &['M', 'N', 'O', 'P', 'Q', 'R'], &['5', '6']),
 ];

@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use parking_lot::Mutex;
 
-pub use mounted::Mounted;
+pub use mounted::{Mounted, format, mount_disk};
+pub use server::attributes;
 
 /// The unit that is written whole or not at all: a sector of every loop device.
 const PAGE: usize = deltapath::sys::loopdev::SECTOR as usize;

@@ -19,14 +19,8 @@ impl Mounted {
     /// Makes a filesystem on a disk, and mounts it.
     pub fn format(rack: &Rack, disk: usize, filesystem: &str, at: &Path) -> Self {
         let device = LoopDevice::attach(&rack.path(disk), Access::ReadWrite).expect("attach");
-        let (mkfs, arguments): (_, &[&str]) = match filesystem {
-            "ext4" => ("mkfs.ext4", &["-q", "-E", "lazy_itable_init=1,lazy_journal_init=1"]),
-            "xfs" => ("mkfs.xfs", &["-q"]),
-            _ => ("mkfs.btrfs", &["-q"]),
-        };
-        let made = program::run(mkfs, arguments, &device.path(), |code| code == 0);
         let mounted = Mounted { device: Some(device), at: at.to_owned() };
-        made.expect("mkfs");
+        format(&mounted.device.as_ref().expect("attached").path(), filesystem);
         mounted.mount(filesystem);
         mounted
     }
@@ -41,10 +35,25 @@ impl Mounted {
 
     fn mount(&self, filesystem: &str) {
         let device = self.device.as_ref().expect("attached").path();
-        let options = if filesystem == "xfs" { "nouuid" } else { "" };
-        let mounted = mount::mount(&device, &self.at, filesystem, Flags::MS_NOATIME, options);
-        mounted.unwrap_or_else(|error| panic!("{}", base::report(&error)));
+        mount_disk(&device, filesystem, &self.at).unwrap_or_else(|error| panic!("{error}"));
     }
+}
+
+/// Makes a filesystem that mounts soon.
+pub fn format(device: &Path, filesystem: &str) {
+    let (mkfs, arguments): (_, &[&str]) = match filesystem {
+        "ext4" => ("mkfs.ext4", &["-q", "-E", "lazy_itable_init=1,lazy_journal_init=1"]),
+        "xfs" => ("mkfs.xfs", &["-q"]),
+        _ => ("mkfs.btrfs", &["-q"]),
+    };
+    program::run(mkfs, arguments, device, |code| code == 0).expect("mkfs");
+}
+
+/// Mounts a disk, or one that another is a copy of.
+pub fn mount_disk(device: &Path, filesystem: &str, at: &Path) -> Result<(), String> {
+    let options = if filesystem == "xfs" { "nouuid" } else { "" };
+    let mounted = mount::mount(device, at, filesystem, Flags::MS_NOATIME, options);
+    mounted.map_err(|error| base::report(&error))
 }
 
 impl Drop for Mounted {

@@ -64,23 +64,28 @@ impl Server {
             INodeNo::ROOT => (FileType::Directory, 0),
             _ => (FileType::RegularFile, self.with(inode, |disk| disk.size)?),
         };
-        Ok(FileAttr {
-            ino: inode,
-            size,
-            blocks: size / 512,
-            atime: UNIX_EPOCH,
-            mtime: UNIX_EPOCH,
-            ctime: UNIX_EPOCH,
-            crtime: UNIX_EPOCH,
-            kind,
-            perm: 0o700,
-            nlink: 1,
-            uid: 0,
-            gid: 0,
-            rdev: 0,
-            blksize: PAGE as u32,
-            flags: 0,
-        })
+        Ok(attributes(inode, kind, size))
+    }
+}
+
+/// What a FUSE filesystem of a test says of a file.
+pub fn attributes(ino: INodeNo, kind: FileType, size: u64) -> FileAttr {
+    FileAttr {
+        ino,
+        size,
+        blocks: size / 512,
+        atime: UNIX_EPOCH,
+        mtime: UNIX_EPOCH,
+        ctime: UNIX_EPOCH,
+        crtime: UNIX_EPOCH,
+        kind,
+        perm: 0o700,
+        nlink: 1,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        blksize: PAGE as u32,
+        flags: 0,
     }
 }
 

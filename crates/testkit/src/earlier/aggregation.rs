@@ -4,15 +4,14 @@
 use std::net::{IpAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
-use std::time::{Duration, Instant};
 
+use crate::api_server::config_of;
 use crate::free_port;
 use axum::http::Request;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use kube::Client;
 use kube::api::{DeleteParams, Patch, PatchParams};
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, MutexGuard};
 
@@ -147,18 +146,12 @@ impl<'w> Aggregation<'w> {
         let services = api.objects("APIService", None);
         services.patch(API, &params, &Patch::Apply(service)).await.expect("the APIService");
         let client = client(&api.kubeconfig).await;
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            let request =
-                Request::get("/apis/cbt.storage.k8s.io/v1alpha1").body(Vec::new()).expect("a request");
-            match client.request::<Value>(request).await {
-                Ok(found) if found["resources"][0]["name"] == "volumesnapshotdeltas" => return,
-                answer => {
-                    assert!(Instant::now() < deadline, "the APIService is not available: {answer:?}");
-                }
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        let is_available = async || {
+            let request = Request::get("/apis/cbt.storage.k8s.io/v1alpha1").body(Vec::new());
+            let found = client.request::<Value>(request.expect("a request")).await;
+            found.is_ok_and(|found| found["resources"][0]["name"] == "volumesnapshotdeltas")
+        };
+        crate::eventually("the APIService is available", is_available).await;
     }
 
     /// A client of a service account with these rules.
@@ -176,9 +169,7 @@ impl<'w> Aggregation<'w> {
 
 /// A client that sends each request once: refusals are what is tested.
 async fn client(kubeconfig: &Path) -> Client {
-    let config = Kubeconfig::read_from(kubeconfig).expect("kubeconfig");
-    let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
-    let mut config = config.expect("a config");
+    let mut config = config_of(kubeconfig).await;
     config.default_retry = false;
     Client::try_from(config).expect("a client")
 }

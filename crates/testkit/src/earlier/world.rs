@@ -230,16 +230,7 @@ impl Program {
 
     /// Waits until it says that it is ready.
     pub async fn ready(&self) {
-        let deadline = Instant::now() + Duration::from_secs(90);
-        while self.readiness().await.0 != 200 {
-            assert!(
-                Instant::now() < deadline,
-                "not ready: {:?}\n{}",
-                self.readiness().await,
-                self.running.log()
-            );
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        crate::eventually("it is ready", async || self.readiness().await.0 == 200).await;
     }
 
     /// Waits until only the election is missing.

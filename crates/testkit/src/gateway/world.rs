@@ -316,10 +316,7 @@ impl Gateway {
     }
 
     fn status(&self, of: &str) -> u64 {
-        let status =
-            std::fs::read_to_string(format!("/proc/{}/status", self.running.pid())).expect("a status");
-        let line = status.lines().find_map(|line| line.strip_prefix(of)).expect(of);
-        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+        crate::process_status(self.running.pid(), of) * 1024
     }
 
     /// The audit lines so far.
