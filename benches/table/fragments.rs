@@ -1,7 +1,6 @@
 //! Row d: a volume in hundreds of thousands of extents, on btrfs.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! btrfs or xfs for a pool made in an image: what each costs where they differ.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 use files::punch_hole;
