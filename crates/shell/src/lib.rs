@@ -12,6 +12,7 @@ use std::error::Error;
 use std::io::{self, ErrorKind, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -204,6 +205,8 @@ pub fn told(program: &str, printed: io::Result<()>) -> ExitCode {
 /// nohup.
 #[derive(Debug)]
 pub struct Signals {
+    /// That one came while the others were made ready: tokio tells nobody of those.
+    early: bool,
     interrupt: Signal,
     terminate: Signal,
     hangup: Option<Signal>,
@@ -212,16 +215,15 @@ pub struct Signals {
 impl Signals {
     /// Watches from now on. Needs a runtime.
     pub fn watch() -> io::Result<Self> {
-        let hangup = match is_hangup_ignored() {
-            true => None,
-            false => Some(signal(SignalKind::hangup())?),
-        };
-        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        Ok(Signals { interrupt, terminate, hangup })
+        let watched = Watched::begin()?;
+        watched.signals()
     }
 
     /// The next one.
     pub async fn next(&mut self) {
+        if std::mem::take(&mut self.early) {
+            return;
+        }
         let hangup = async {
             match &mut self.hangup {
                 Some(hangup) => drop(hangup.recv().await),
@@ -233,6 +235,29 @@ impl Signals {
             _ = self.terminate.recv() => {}
             () = hangup => {}
         }
+    }
+}
+
+/// From its beginning on no signal is lost.
+struct Watched {
+    came: Arc<AtomicBool>,
+    hangup: Option<SignalKind>,
+}
+
+impl Watched {
+    fn begin() -> io::Result<Self> {
+        let hangup = (!is_hangup_ignored()).then(SignalKind::hangup);
+        let came = Arc::<AtomicBool>::default();
+        for kind in [SignalKind::interrupt(), SignalKind::terminate()].into_iter().chain(hangup) {
+            signal_hook::flag::register(kind.as_raw_value(), came.clone())?;
+        }
+        Ok(Watched { came, hangup })
+    }
+
+    fn signals(self) -> io::Result<Signals> {
+        let hangup = self.hangup.map(signal).transpose()?;
+        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        Ok(Signals { early: self.came.load(Ordering::Relaxed), interrupt, terminate, hangup })
     }
 }
 
@@ -259,4 +284,23 @@ pub fn at_signals(mut act: impl FnMut() + Send + 'static) -> io::Result<()> {
         });
     };
     std::thread::Builder::new().name("signals".into()).spawn(watch).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Promise: a signal that comes while a program is made ready for signals ends it too.
+    #[tokio::test]
+    async fn a_signal_that_comes_early_is_not_lost() {
+        let watched = Watched::begin().expect("watch");
+        signal_hook::low_level::raise(SignalKind::terminate().as_raw_value()).expect("raise");
+        let mut signals = watched.signals().expect("watch");
+        let first = tokio::time::timeout(Duration::from_secs(20), signals.next()).await;
+        first.expect("it is lost");
+        let second = tokio::time::timeout(Duration::from_millis(50), signals.next()).await;
+        assert!(second.is_err(), "it counts twice");
+        signal_hook::low_level::raise(SignalKind::terminate().as_raw_value()).expect("raise");
+        signals.next().await;
+    }
 }
