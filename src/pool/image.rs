@@ -123,6 +123,7 @@ fn mount_writable(
 ) -> files::Result<()> {
     let path = mount_point.display();
     let deadline = Instant::now() + COPIES_END;
+    let mut was_unmounted = false;
     loop {
         let mounted = if is_mounted { Ok(()) } else { mount() };
         let is_dead = match &mounted {
@@ -130,11 +131,14 @@ fn mount_writable(
             Err(_) => blockdev::is_claimed(&device.path())?,
         };
         if !is_dead || Instant::now() >= deadline {
+            if was_unmounted && mounted.is_ok() {
+                tracing::warn!(%path, "the pool did not take writes and is remounted");
+            }
             return mounted;
         }
         if mounted.is_ok() {
             match mount::unmount(mount_point) {
-                Ok(()) => tracing::warn!(%path, "the pool was read-only and is remounted"),
+                Ok(()) => was_unmounted = true,
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     tracing::error!(
                         %path,

@@ -12,7 +12,7 @@ use crate::volume_health::{
     storage_tells, tells,
 };
 use testkit::content::Content;
-use testkit::{MIB, PATIENCE, PoolKind, Rig, eventually, free_port, process_status, status_code};
+use testkit::{MIB, PoolKind, Rig, eventually, free_port, process_status, status_code};
 
 /// A driver, and the port at which it answers over HTTP.
 async fn served(pool: PoolKind) -> (Rig, u16) {
@@ -183,7 +183,7 @@ async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
         crowd.push(stream);
     }
     for path in ["/healthz", "/readyz"].repeat(5) {
-        let answer = tokio::time::timeout(PATIENCE, get(port, path)).await;
+        let answer = tokio::time::timeout(Duration::from_secs(20), get(port, path)).await;
         assert_eq!(answer.expect("in time").0, 200, "{path}");
     }
     rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe");

@@ -44,7 +44,7 @@ async fn bad_tokens_are_refused_and_pages_are_whole(rig: Rig<Dir>) {
     let (mut token, mut listed) = (String::new(), Vec::new());
     while listed.is_empty() || !token.is_empty() {
         let (page, next) = volume_page(&mut rig, 2, &token).await;
-        assert!(page.len() <= 2);
+        assert!((1..=2).contains(&page.len()), "{page:?}");
         listed.extend(page);
         token = next;
     }

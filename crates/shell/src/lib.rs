@@ -248,7 +248,7 @@ impl Watched {
     fn begin() -> io::Result<Self> {
         let hangup = (!is_hangup_ignored()).then(SignalKind::hangup);
         let came = Arc::<AtomicBool>::default();
-        for kind in [SignalKind::interrupt(), SignalKind::terminate()].into_iter().chain(hangup) {
+        for kind in hangup.into_iter().chain([SignalKind::interrupt(), SignalKind::terminate()]) {
             signal_hook::flag::register(kind.as_raw_value(), came.clone())?;
         }
         Ok(Watched { came, hangup })

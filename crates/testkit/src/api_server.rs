@@ -64,6 +64,19 @@ pub async fn client_of(kubeconfig: &Path) -> Client {
     Client::try_from(config_of(kubeconfig).await).expect("a client")
 }
 
+/// How often a user asked for each resource, with which verb, by an audit log.
+fn calls_in(log: &str, user: &str) -> BTreeMap<String, usize> {
+    let mut calls = BTreeMap::new();
+    for line in log.lines() {
+        let Ok(event) = serde_json::from_str::<Value>(line) else { continue };
+        if event.pointer("/user/username").and_then(Value::as_str) == Some(user) {
+            let text = |at: &str| event.pointer(at).and_then(Value::as_str).unwrap_or("-").to_owned();
+            *calls.entry(format!("{} {}", text("/verb"), text("/objectRef/resource"))).or_default() += 1;
+        }
+    }
+    calls
+}
+
 impl ApiServer {
     /// Starts one, with the CRDs of snapshots and of the SnapshotMetadataService.
     pub async fn start() -> Self {
@@ -326,7 +339,8 @@ impl ApiServer {
     }
 
     /// How often each resource was asked for, with which verb, since [`ApiServer`] began: from its audit log. Watches count
-    /// when they end. The log is written behind the answers, so this waits for the line of a call of its own.
+    /// when they end. The log is written behind the answers, so this waits for the line of a call of its own, and until no more
+    /// come.
     pub async fn calls_of(&self, user: &str) -> BTreeMap<String, usize> {
         let log = self.dir.path().join("audit.log");
         let before = std::fs::metadata(&log).map_or(0, |log| log.len());
@@ -335,16 +349,14 @@ impl ApiServer {
         let log = || std::fs::read_to_string(&log).unwrap_or_default();
         crate::eventually("a call is in the audit log", async || log()[before as usize..].contains(&mark))
             .await;
-        let log = log();
-        let mut calls = BTreeMap::new();
-        for line in log.lines() {
-            let Ok(event) = serde_json::from_str::<Value>(line) else { continue };
-            if event.pointer("/user/username").and_then(Value::as_str) == Some(user) {
-                let text = |at: &str| event.pointer(at).and_then(Value::as_str).unwrap_or("-").to_owned();
-                *calls.entry(format!("{} {}", text("/verb"), text("/objectRef/resource"))).or_default() += 1;
+        let mut calls = calls_in(&log(), user);
+        loop {
+            tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+            let before = std::mem::replace(&mut calls, calls_in(&log(), user));
+            if before == calls {
+                return calls;
             }
         }
-        calls
     }
 
     /// A file of the server's: `front-proxy.crt` and `.key`, by which it shows other API servers who it is.

@@ -332,6 +332,7 @@ pub fn until_caught(pid: u32) {
     let bit = 1 << (Signal::SIGTERM as u32 - 1);
     until("the process catches SIGTERM", || {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+        assert!(!status.contains("\nState:\tZ"), "process {pid} has ended");
         let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
         mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0) & bit != 0
     });
@@ -392,8 +393,14 @@ pub fn names(dir: &Path) -> Vec<String> {
 /// All files and directories below a directory, in order. Links are not followed, and what goes meanwhile may be in it.
 pub fn paths_below(dir: &Path) -> Vec<PathBuf> {
     let (mut found, mut left) = (Vec::new(), vec![dir.to_owned()]);
+    let top = dir;
     while let Some(dir) = left.pop() {
-        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
+        let entries = match std::fs::read_dir(&dir) {
+            Ok(entries) => entries,
+            Err(error) if dir == top => panic!("list {}: {error}", dir.display()),
+            // It went meanwhile.
+            Err(_) => continue,
+        };
         let entries: Vec<PathBuf> = entries.map(|entry| entry.expect("entry").path()).collect();
         left.extend(entries.iter().filter(|path| path.is_dir() && !path.is_symlink()).cloned());
         found.extend(entries);

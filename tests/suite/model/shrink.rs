@@ -1,5 +1,6 @@
 //! Runs random sequences one after the other, and shortens a failed one, so that a person can read it.
 
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -36,6 +37,8 @@ pub struct Stage {
     /// The number of drivers behind a router.
     routed: Option<usize>,
     rig: Option<(Subject<'static>, Arc<[Site]>)>,
+    /// What `World::kept_names` came to in the lives of this rig: the router knows nothing of lives.
+    kept_names: BTreeSet<(String, String)>,
     tally: Tally,
     failed: bool,
 }
@@ -43,7 +46,16 @@ pub struct Stage {
 impl Stage {
     pub fn new(pool: PoolKind, routed: Option<usize>, attach: bool) -> Self {
         let runtime = Runtime::new().expect("runtime");
-        Stage { runtime, pool, attach, routed, rig: None, tally: Tally::default(), failed: false }
+        Stage {
+            runtime,
+            pool,
+            attach,
+            routed,
+            rig: None,
+            kept_names: BTreeSet::new(),
+            tally: Tally::default(),
+            failed: false,
+        }
     }
 
     /// Stops the driver, and returns the figures of all lives.
@@ -88,13 +100,14 @@ impl Stage {
     }
 
     fn try_living(&mut self, steps: &[Step]) -> Result<(), Failure> {
-        let Stage { runtime, pool, attach, routed, rig, tally, .. } = self;
+        let Stage { runtime, pool, attach, routed, rig, kept_names, tally, .. } = self;
         let retained = RETAINED.to_string();
         let mut flags = vec!["--overcommit", "1", "--retain-deleted", retained.as_str()];
         if *attach {
             flags.push("--enable-attach");
         }
         let (mut there, sites) = rig.take().unwrap_or_else(|| {
+            kept_names.clear();
             runtime.block_on(async {
                 let mut rig = Subject::start(*pool, *routed, &flags, "error").await;
                 let sites = rig.sites().await;
@@ -102,11 +115,14 @@ impl Stage {
             })
         });
         let (outcome, reported) = runtime.block_on(async {
-            let world = World::new(*attach, Arc::clone(&sites), RETAINED);
+            let mut world = World::new(*attach, Arc::clone(&sites), RETAINED);
+            world.kept_names.clone_from(kept_names);
             let mut known = Known::new(NAMES, there.kubelet(), world);
             let mut life = Life::begin(&mut there, tally, &mut known).await;
             let outcome = life.live(steps).await;
-            (outcome, std::mem::take(&mut life.reported))
+            let reported = std::mem::take(&mut life.reported);
+            *kept_names = known.worlds.iter().flat_map(|world| world.kept_names.clone()).collect();
+            (outcome, reported)
         });
         let log = there.log();
         let outcome = match log.contains("panicked") {

@@ -37,8 +37,7 @@ fn slow_backup(place: &Place) -> Running {
     Running::start(place.backup("full", &["--limit-rate", "4Mi"]))
 }
 
-/// The packs that are there, while others come and go.
-/// How many packs a repository has.
+/// How many packs a repository has, while others come and go.
 pub fn packs(place: &Place) -> usize {
     let list = |path: PathBuf| path.read_dir().into_iter().flatten().flatten();
     let names = list(place.repository().join("packs")).flat_map(|dir| list(dir.path()));
@@ -124,7 +123,7 @@ fn a_prune_waits_where_it_is_told_to() {
         testkit::until_caught(impatient.0.id());
         std::thread::sleep(Duration::from_secs(1));
         impatient.signal(Signal::SIGINT);
-        assert_eq!(impatient.ends_within(testkit::PATIENCE), Some(130));
+        assert_eq!(impatient.ends_within(Duration::from_secs(30)), Some(130));
         assert!(place.fails(1, &["prune", "--wait", "1"]).contains("--wait AGE"));
         assert!(backup.0.try_wait().expect("wait").is_none(), "the backup was over before");
         backup.signal(Signal::SIGCONT);

@@ -163,8 +163,9 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
 
 /// Promise: anyone may send a request, and all that are sent before their callers are known take a bounded memory together.
 pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
-    const CONNECTIONS: usize = 20;
-    const CALLS: usize = 200;
+    const CONNECTIONS: usize = 40;
+    /// As many as a connection carries at once.
+    const CALLS: usize = 100;
     const SENT: usize = 31 << 10;
     let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
