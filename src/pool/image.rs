@@ -126,13 +126,13 @@ fn mount_writable(
     let mut was_unmounted = false;
     loop {
         let mounted = if is_mounted { Ok(()) } else { mount() };
-        let is_dead = match &mounted {
+        let may_change = match &mounted {
             Ok(()) => !takes_writes(mount_point),
             Err(_) => blockdev::is_claimed(&device.path())?,
         };
-        if !is_dead || Instant::now() >= deadline {
-            if was_unmounted && mounted.is_ok() {
-                tracing::warn!(%path, "the pool did not take writes and is remounted");
+        if !may_change || Instant::now() >= deadline {
+            if was_unmounted && !may_change {
+                tracing::warn!(%path, "the pool did not take writes, and is remounted");
             }
             return mounted;
         }

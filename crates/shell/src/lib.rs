@@ -205,7 +205,7 @@ pub fn told(program: &str, printed: io::Result<()>) -> ExitCode {
 /// nohup.
 #[derive(Debug)]
 pub struct Signals {
-    /// That one came while the others were made ready: tokio tells nobody of those.
+    /// Whether a signal came before there was a receiver for it: tokio drops such a signal.
     early: bool,
     interrupt: Signal,
     terminate: Signal,
@@ -215,8 +215,7 @@ pub struct Signals {
 impl Signals {
     /// Watches from now on. Needs a runtime.
     pub fn watch() -> io::Result<Self> {
-        let watched = Watched::begin()?;
-        watched.signals()
+        Watched::begin()?.signals()
     }
 
     /// The next one.
@@ -238,7 +237,7 @@ impl Signals {
     }
 }
 
-/// From its beginning on no signal is lost.
+/// Signals are noted, and do not end the program any more. Their receivers follow.
 struct Watched {
     came: Arc<AtomicBool>,
     hangup: Option<SignalKind>,

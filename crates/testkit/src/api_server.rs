@@ -17,14 +17,15 @@ use kube::api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
-use parking_lot::{Mutex, MutexGuard};
-use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 
-use crate::cluster::Authority;
+use files::{kubeconfig, make_certificates, write_kubeconfig};
+
+mod files;
 
 /// Kills a program when the test's process ends in whatever way: the test holds the pipe at its standard input.
 const KEEPER: &str = r#""$@" </dev/null & pid=$!; read -r _; kill -9 $pid; wait $pid 2>/dev/null"#;
@@ -111,7 +112,7 @@ impl ApiServer {
 
     fn start_etcd(&self) {
         let (dir, port, peer) = (self.dir.path().join("etcd.data"), self.etcd_port, super::free_port());
-        *locked(&self.etcd) = Some(self.spawn(
+        *self.etcd.lock() = Some(self.spawn(
             "etcd",
             &[
                 format!("--data-dir={}", dir.display()),
@@ -162,7 +163,7 @@ impl ApiServer {
             "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules: [{level: Metadata}]\n",
         )
         .expect("write");
-        *locked(&self.server) = Some(self.spawn("kube-apiserver", &arguments));
+        *self.server.lock() = Some(self.spawn("kube-apiserver", &arguments));
     }
 
     /// Waits until it is ready, as its own probe says. It answers sooner, but knows no roles yet: who is not an administrator
@@ -175,7 +176,7 @@ impl ApiServer {
         };
         while !is_ready().await {
             let log = || std::fs::read_to_string(self.dir.path().join("kube-apiserver")).unwrap_or_default();
-            let gone = locked(&self.server).as_mut().and_then(|server| server.try_wait().expect("wait"));
+            let gone = self.server.lock().as_mut().and_then(|server| server.try_wait().expect("wait"));
             assert!(gone.is_none() && Instant::now() < deadline, "no API server ({gone:?}):\n{}", log());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -198,7 +199,7 @@ impl ApiServer {
 
     /// Starts again what was killed, at the same addresses and with what it had.
     pub async fn start_again(&self) {
-        if locked(&self.etcd).is_none() {
+        if self.etcd.lock().is_none() {
             self.start_etcd();
         }
         self.start_server();
@@ -367,7 +368,7 @@ impl ApiServer {
     /// The process id of kube-apiserver.
     pub fn pid(&self) -> u32 {
         // Its parent is the shell that keeps it.
-        let keeper = locked(&self.server).as_ref().expect("a server").id();
+        let keeper = self.server.lock().as_ref().expect("a server").id();
         let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"));
         let pid = children.expect("children").split_whitespace().next().and_then(|pid| pid.parse().ok());
         pid.expect("kube-apiserver runs")
@@ -442,12 +443,8 @@ impl Drop for ApiServer {
     }
 }
 
-fn locked(child: &Mutex<Option<Child>>) -> MutexGuard<'_, Option<Child>> {
-    child.lock()
-}
-
 fn end(child: &Mutex<Option<Child>>) {
-    if let Some(mut child) = locked(child).take() {
+    if let Some(mut child) = child.lock().take() {
         if let Some(mut stdin) = child.stdin.take() {
             let _ = stdin.write_all(b"\n");
         }
@@ -485,56 +482,4 @@ fn resource(kind: &str) -> ApiResource {
         _ => panic!("the kind {kind} is not in the test kit's list"),
     };
     ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind))
-}
-
-/// A CA with the server's certificate and an administrator's, another with those by which the server shows other API servers
-/// who it is, and the key that signs tokens of accounts.
-fn make_certificates(dir: &Path) {
-    let write = |name: &str, text: String| std::fs::write(dir.join(name), text).expect("write");
-    let authority = |file: &str, name: &str| {
-        let authority = Authority::new(name);
-        write(file, authority.pem.clone());
-        authority
-    };
-    let (issuer, proxy) = (authority("ca.crt", "test CA"), authority("proxy-ca.crt", "front proxy CA"));
-    for (issuer, name, subject, organization) in [
-        (&issuer, "server", "kube-apiserver", None),
-        (&issuer, "admin", "admin", Some("system:masters")),
-        (&proxy, "front-proxy", "front-proxy", None),
-        // By the same CA, and not for the front proxy.
-        (&proxy, "not-the-proxy", "someone", None),
-    ] {
-        let names = vec!["127.0.0.1".to_owned(), "localhost".to_owned()];
-        let mut params = CertificateParams::new(names).expect("params");
-        params.distinguished_name.push(DnType::CommonName, subject);
-        if let Some(organization) = organization {
-            params.distinguished_name.push(DnType::OrganizationName, organization);
-        }
-        params.extended_key_usages =
-            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let (chain, key) = issuer.sign(&params);
-        write(&format!("{name}.crt"), chain);
-        write(&format!("{name}.key"), key);
-    }
-    let accounts = KeyPair::generate().expect("a key");
-    write("accounts.key", accounts.serialize_pem());
-    write("accounts.pub", accounts.public_key_pem());
-}
-
-fn kubeconfig(dir: &Path, port: u16, user: Value) -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Config", "current-context": "test",
-        "clusters": [{"name": "test", "cluster": {
-            "server": format!("https://127.0.0.1:{port}"), "certificate-authority": dir.join("ca.crt"),
-        }}],
-        "users": [{"name": "test", "user": user}],
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-    })
-}
-
-fn write_kubeconfig(dir: &Path, port: u16) -> PathBuf {
-    let path = dir.join("kubeconfig");
-    let user = json!({"client-certificate": dir.join("admin.crt"), "client-key": dir.join("admin.key")});
-    std::fs::write(&path, kubeconfig(dir, port, user).to_string()).expect("write");
-    path
 }

@@ -9,7 +9,7 @@ use tokio::runtime::Runtime;
 
 use super::RETAINED;
 use super::calls::Step;
-use super::life::{Known, LETTING_GO, Life, NAMES, Tally};
+use super::life::{Known, Life, NAMES, Tally};
 use super::world::World;
 use testkit::PoolKind;
 use testkit::subject::{Site, Subject};
@@ -63,12 +63,7 @@ impl Stage {
         if let Some((mut rig, _)) = self.rig {
             let status = rig.terminate();
             assert!(status.success(), "the driver ended with {status}");
-            let deadline = Instant::now() + LETTING_GO;
-            while !rig.leftovers().is_empty() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            let left = rig.leftovers();
-            assert!(left.is_empty(), "left behind: {left:?}");
+            testkit::let_go(|| rig.leftovers());
         }
         self.tally
     }
