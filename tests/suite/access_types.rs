@@ -109,6 +109,8 @@ async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_fo
     let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
     assert_eq!(mounted.fs_type, "ext4");
     rig.detach(&volume).await;
+    assert!(confirmed(&mut rig, &volume, mount_capability("ext4")).await);
+    assert!(!confirmed(&mut rig, &volume, mount_capability("btrfs")).await);
     let other = rig.try_publish(&volume, mount_capability("btrfs")).await;
     let other = other.expect_err("it holds ext4");
     assert!(other.code() == Code::FailedPrecondition && other.to_string().contains("holds ext4"), "{other}");

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestCaseError, TestRunner};
 use tokio::runtime::Runtime;
 use tonic::Code;
 
@@ -387,6 +387,7 @@ fn any_life_gives_exact_deltas(
         cases,
         failure_persistence: None,
         max_shrink_iters: 60,
+        rng_seed: RngSeed::Fixed(testkit::seed(&format!("{style} deltas on {pool:?}"))),
         ..Config::default()
     });
     let retained = RETAINED.to_string();

@@ -94,6 +94,16 @@ fn beside_the_test(path: &str, arguments: Option<[&str; 4]>) -> PathBuf {
     profile.join(path)
 }
 
+/// The seed of a test's random choices, which it prints: with the same `DELTAPATH_SEED` it makes the same choices again.
+pub fn seed(test: &str) -> u64 {
+    let given = std::env::var("DELTAPATH_SEED").ok();
+    let given =
+        given.map_or_else(|| fastrand::u64(..), |seed| seed.parse().expect("DELTAPATH_SEED is a number"));
+    println!("{test}: DELTAPATH_SEED={given}");
+    // Each test makes choices of its own.
+    test.bytes().fold(given, |seed, byte| fastrand::Rng::with_seed(seed ^ u64::from(byte)).u64(..))
+}
+
 /// Ends a test that needs what only `make test-all` builds where `make test` runs: hack/run-tests.sh, which gives each test a process,
 /// counts this code as skipped. To be called before anything is made that a test cleans up.
 pub fn needs(what: &str) {

@@ -31,7 +31,7 @@ pub mod world;
 use std::cell::RefCell;
 
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestCaseError, TestError, TestRunner};
 
 use self::calls::Step;
 use self::shrink::{Stage, shrunk};
@@ -46,11 +46,16 @@ fn cases() -> u32 {
 }
 
 /// `routed`: the number of drivers behind a router; `None` for a driver without a router.
-fn lives(pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = Vec<Step>>) {
+fn lives(of: &str, pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = Vec<Step>>) {
     for attach in [false, true] {
         // `shrink.rs` does the shrinking.
-        let config =
-            Config { cases: cases(), failure_persistence: None, max_shrink_iters: 0, ..Config::default() };
+        let config = Config {
+            cases: cases(),
+            failure_persistence: None,
+            max_shrink_iters: 0,
+            rng_seed: RngSeed::Fixed(testkit::seed(&format!("{of} on {pool:?}, attach {attach}"))),
+            ..Config::default()
+        };
         let stage = RefCell::new(Stage::new(pool, routed, attach));
         let outcome = TestRunner::new(config).run(&strategy, |steps| {
             let lived = stage.borrow_mut().live(&steps);
@@ -84,7 +89,7 @@ fn lives(pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = 
 #[case::btrfs(PoolKind::Btrfs, None)]
 #[case::two_nodes(PoolKind::Xfs, Some(2))]
 fn one_client_finds_what_the_model_says(#[case] pool: PoolKind, #[case] routed: Option<usize>) {
-    lives(pool, routed, strategies::alone());
+    lives("lives of one client", pool, routed, strategies::alone());
 }
 
 #[apply(root_cases)]
@@ -93,5 +98,5 @@ fn one_client_finds_what_the_model_says(#[case] pool: PoolKind, #[case] routed: 
 #[case::btrfs(PoolKind::Btrfs, None)]
 #[case::three_nodes(PoolKind::Btrfs, Some(3))]
 fn several_clients_at_once_find_what_some_order_gives(#[case] pool: PoolKind, #[case] routed: Option<usize>) {
-    lives(pool, routed, strategies::together());
+    lives("lives of several clients", pool, routed, strategies::together());
 }

@@ -1,6 +1,6 @@
 //! The rules for calls of the Controller service on volumes.
 
-use super::calls::{From, NewName, NewVolume, Node, Pages, Size, Use};
+use super::calls::{Access, From, NewName, NewVolume, Node, Pages, Size, Use};
 use super::names::{Kind, Names};
 use super::wire::{Answer, Reply};
 use super::world::{
@@ -271,9 +271,18 @@ impl World {
 
     pub fn validate(&mut self, id: &str, asked: Use, answer: &Answer) -> Rule {
         let volume = self.volume(id)?;
-        let confirmed = check_mode(asked).is_ok() && kind_of(asked, volume).is_ok();
+        let kind = check_mode(asked).and_then(|()| kind_of(asked, volume));
+        let confirmed = match (kind, asked.access, &volume.bytes) {
+            (Err(_), ..) => Some(false),
+            (Ok(Kind::Fs(_)), Access::Fs(name), Bytes::Fs(there, _)) => {
+                Some(name.is_empty() || name == *there)
+            }
+            // Whether the interrupted mkfs came as far as the superblock is not known.
+            (Ok(Kind::Fs(_)), _, Bytes::HalfMade | Bytes::Unsure) => None,
+            (Ok(_), ..) => Some(true),
+        };
         match done(answer)? {
-            Reply::Confirmed(reported) => equal("confirmed", reported, &confirmed),
+            Reply::Confirmed(reported) => equal("confirmed", reported, &confirmed.unwrap_or(*reported)),
             _ => wrong("no answer in the answer"),
         }
     }

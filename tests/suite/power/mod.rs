@@ -18,7 +18,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, new_volume};
 use proto::ListVolumesRequest;
@@ -27,8 +27,8 @@ use clients::Worker;
 use fastrand::Rng;
 use machine::{Host, Machine};
 use stage::{Cut, Stage, WISHES};
-use testkit::PoolKind;
 use testkit::disk::{Mounted, Rack};
+use testkit::{PoolKind, seed};
 
 /// The number of machines: one for each case of the test.
 const MACHINES: usize = 7;
@@ -40,13 +40,6 @@ const RETAINED: usize = 1000;
 /// The number of cuts of all machines together; `DELTAPATH_POWER_CUTS` sets another number.
 fn cuts() -> usize {
     std::env::var("DELTAPATH_POWER_CUTS").ok().and_then(|cuts| cuts.parse().ok()).unwrap_or(63)
-}
-
-fn seed() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
-    let seed = (now.as_nanos() as u64) | 1;
-    println!("power: seed={seed}");
-    seed
 }
 
 /// Runs a machine from its first start until its power was cut `count` times.
@@ -112,7 +105,7 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut>
 #[test_with::path(/dev/fuse)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_acknowledged_is_lost_in_a_power_cut(#[case] host: Host, #[case] pool: PoolKind) {
-    let mut random = Rng::with_seed(seed());
+    let mut random = Rng::with_seed(seed(&format!("cuts of {} on {}", pool.name(), host.name())));
     let machine_name = format!("{} on {}", pool.name(), host.name());
     let began = Instant::now();
     let mut machine = Machine::new(host, pool);
@@ -146,7 +139,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut(#[case] host: Host, #[case]
 async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion(
     #[values(Host::Btrfs, Host::Ext4)] host: Host,
 ) {
-    let mut random = Rng::with_seed(seed());
+    let mut random = Rng::with_seed(seed(&format!("cuts after deletions on {}", host.name())));
     let mut machine = Machine::new(host, PoolKind::Btrfs);
     machine.boot(0).expect("boot");
     let kubelet = machine.kubelet();
@@ -189,7 +182,7 @@ fn a_disk_keeps_what_was_synced_and_loses_what_was_not(
     #[values(Host::Ext4, Host::Xfs, Host::Btrfs)] host: Host,
 ) {
     let (dir, _swept) = testkit::swept_dir();
-    let mut random = Rng::with_seed(seed());
+    let mut random = Rng::with_seed(seed(&format!("a disk with {}", host.name())));
     let rack = Rack::start(&dir.path().join(host.name()), 4 << 30);
     let at = dir.path().join("mounted");
     std::fs::create_dir_all(&at).expect("directory");

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::process::Command;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use fastrand::Rng;
 use files::pattern::Image;
@@ -124,9 +124,6 @@ fn auto(place: &Place, volume: &Place, driver: &Driver, handle: &str) -> Command
 #[test]
 fn what_was_reported_outlives_the_power(#[values("ext4", "xfs", "btrfs")] filesystem: &str) {
     let wanted = std::env::var("DELTAPATH_BACKUP_CUTS").map_or(6, |cuts| cuts.parse().expect("a number"));
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
-    let seed = now.as_nanos() as u64;
-    println!("power cuts of a repository: seed={seed}");
     let (mut place, driver) = Driver::anew();
     let rack = Rack::start(&place.path("rack"), DISK);
     let at = place.path("disk");
@@ -138,7 +135,7 @@ fn what_was_reported_outlives_the_power(#[values("ext4", "xfs", "btrfs")] filesy
         rack,
         driver,
         place,
-        random: Rng::with_seed(seed),
+        random: Rng::with_seed(testkit::seed(&format!("cuts of a repository on {filesystem}"))),
         image: Image::default(),
         held: BTreeMap::new(),
         reported: Vec::new(),

@@ -17,10 +17,8 @@ const POOLS: usize = testkit::POOLS.len();
 async fn kills_at_any_moment_leave_the_whole_volume_or_none(pool: PoolKind) {
     let kills = std::env::var("DELTAPATH_TRANSFER_KILLS").ok();
     let kills = kills.map_or(KILLS, |kills| kills.parse().expect("a number of kills")).div_ceil(POOLS);
-    let seed = std::env::var("DELTAPATH_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = seed.unwrap_or_else(|| fastrand::u64(..));
-    eprintln!("DELTAPATH_SEED={seed}");
-    let mut random = fastrand::Rng::with_seed(seed);
+    let mut random =
+        fastrand::Rng::with_seed(testkit::seed(&format!("kills of transfers on {}", pool.name())));
     let mut done = 0;
     let mut cluster = Cluster::start(pool, 2, &["--transfer-rate", "24Mi"]).await;
     let (origin, _, content) = written(&mut cluster, 8).await;
