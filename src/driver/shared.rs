@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Deref;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::driver::config::Config;
@@ -119,10 +119,11 @@ impl Shared {
     }
 
     /// Truncates the volume's file to the size in its record, since an expansion may have been interrupted. No device is ever
-    /// larger than the record says, so no written data is lost.
+    /// larger than the record says, so no written data is lost. An expansion never leaves a file that is shorter.
     pub(super) fn truncate_to_record(&self, record: &LockedVolume) -> Result<()> {
         let path = self.volume_data(&record.id);
         let length = std::fs::metadata(&path).context("stat", &path)?.len();
+        check_whole(&path, length, record.capacity)?;
         if length != record.capacity {
             tracing::warn!(volume_id = %record.id, length, capacity = record.capacity, "an expansion was cut short");
             let file = File::options().write(true).open(&path).context("open", &path)?;
@@ -156,5 +157,17 @@ impl Shared {
                 Err(Error::no_snapshot(id))
             }
         }
+    }
+}
+
+/// Fails if the end of an object's bytes is missing. A copy, or a device that is grown over it, would show zeros there as if they
+/// had been written.
+pub(super) fn check_whole(path: &Path, length: u64, capacity: u64) -> Result<()> {
+    match length < capacity {
+        true => Err(Error::Damaged(format!(
+            "{} has {length} bytes of {capacity}: its end is missing; delete it, and restore what it held from a backup",
+            path.display()
+        ))),
+        false => Ok(()),
     }
 }

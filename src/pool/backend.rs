@@ -43,6 +43,11 @@ impl Bytes {
         &self.path
     }
 
+    /// How many there are.
+    pub fn length(&self) -> Result<u64> {
+        Ok(self.file.metadata().context("stat", &self.path)?.len())
+    }
+
     /// The directory that holds their file and nothing else.
     pub fn dir(&self) -> &File {
         &self.dir

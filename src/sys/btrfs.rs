@@ -77,9 +77,17 @@ pub fn is_btrfs(dir: &Path) -> Result<bool> {
 /// Lets the kernel forget the btrfs that it found on an unmounted device, so that it is not taken for a part of the next one there.
 /// Fine if there is none, or if it is mounted.
 pub fn forget(device: &Path) -> Result<()> {
-    let control = Path::new("/dev/btrfs-control");
+    forget_through(Path::new("/dev/btrfs-control"), device)
+}
+
+fn forget_through(control: &Path, device: &Path) -> Result<()> {
     let file = match File::open(control).context("open", control) {
-        Err(error) if error.is_not_found() => return Ok(()),
+        // No btrfs in this kernel. Where its module may not be loaded, the node is there all the same.
+        Err(error)
+            if matches!(error.errno(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::EPERM)) =>
+        {
+            return Ok(());
+        }
         file => file?,
     };
     let arguments = VolumeArguments::new(0, device.as_os_str(), VolumeArguments::NAME);
@@ -355,6 +363,19 @@ impl Iterator for WrittenSince<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Where the module of btrfs may not be loaded its device node is there and does not open: nothing has to be forgotten then.
+    #[test_with::root]
+    #[test]
+    fn a_kernel_without_btrfs_has_nothing_to_forget() {
+        use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+        let dir = tempfile::tempdir().expect("temp dir");
+        let control = dir.path().join("btrfs-control");
+        // The last number of the misc devices, which no driver takes.
+        mknod(&control, SFlag::S_IFCHR, Mode::S_IRUSR, makedev(10, (1 << 20) - 1)).expect("mknod");
+        File::open(&control).expect_err("no driver has it");
+        forget_through(&control, Path::new("/dev/loop0")).expect("there is nothing to forget");
+    }
 
     /// A kernel that answers about another file would have its blocks taken for those of this one.
     #[test]

@@ -275,20 +275,27 @@ const BUSY: Duration = Duration::from_millis(500);
 #[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn unmount_top(target: &Path) -> Result<()> {
     // The place itself is not opened: that would keep it busy.
+    in_parent(target, |place| {
+        let deadline = Instant::now() + BUSY;
+        step("unmount", target, || {
+            loop {
+                match umount2(place, MntFlags::UMOUNT_NOFOLLOW) {
+                    Err(Errno::EBUSY) if Instant::now() < deadline => std::thread::sleep(BUSY / 50),
+                    done => return done,
+                }
+            }
+        })
+    })
+}
+
+/// Makes, removes or unmounts `target`, a path as mountinfo shows it, by a name in its parent's descriptor: where somebody exchanges
+/// one of the directories above it for a link, nothing behind that is touched.
+pub fn in_parent<T>(target: &Path, act: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
-        return Err(io::Error::from(io::ErrorKind::InvalidInput)).context("unmount", target);
+        return Err(io::Error::from(io::ErrorKind::InvalidInput)).context("find the parent of", target);
     };
     let parent = open_place(parent)?;
-    let place = name_of(&parent).join(name);
-    let deadline = Instant::now() + BUSY;
-    step("unmount", target, || {
-        loop {
-            match umount2(&place, MntFlags::UMOUNT_NOFOLLOW) {
-                Err(Errno::EBUSY) if Instant::now() < deadline => std::thread::sleep(BUSY / 50),
-                done => return done,
-            }
-        }
-    })
+    act(&name_of(&parent).join(name)).map_err(|error| files::Error { path: target.to_owned(), ..error })
 }
 
 /// The path as mountinfo shows it: symbolic links among its directories resolved. The last part is not looked into, for it may be the

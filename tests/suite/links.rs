@@ -10,10 +10,12 @@ use deltapath::sys::mount;
 use tonic::Code;
 
 use crate::node::publish_at;
-use testkit::{MIB, PoolKind, Rig, requests};
+#[cfg(feature = "failpoints")]
+use testkit::orders::{Orders, Point};
+use testkit::{MIB, PoolKind, Rig, names, requests};
 
 #[track_caller]
-fn names(status: tonic::Status, field: &str, path: &Path) {
+fn tells(status: tonic::Status, field: &str, path: &Path) {
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
     let said = status.message();
     assert!(said.contains(field) && said.contains(&path.display().to_string()), "{said}");
@@ -39,16 +41,16 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call(rig: Rig<Dir>) {
         for link in [&to_directory, &to_file, &to_nothing] {
             let request = publish_at(&rig, &volume, link, capability.clone(), false);
             let refused = rig.client.node.node_publish_volume(request).await.expect_err("publish");
-            names(refused, "target_path", link);
+            tells(refused, "target_path", link);
             let stage = stage_of(&volume, link, capability.clone());
             let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
-            names(refused, "staging_target_path", link);
+            tells(refused, "staging_target_path", link);
             let unpublish = requests::unpublish(&volume, link);
             let refused = rig.client.node.node_unpublish_volume(unpublish).await.expect_err("unpublish");
-            names(refused, "target_path", link);
+            tells(refused, "target_path", link);
             let unstage = requests::unstage(&volume, link);
             let refused = rig.client.node.node_unstage_volume(unstage).await.expect_err("unstage");
-            names(refused, "staging_target_path", link);
+            tells(refused, "staging_target_path", link);
         }
         for place in [&directory, &file] {
             assert_eq!(mount::mounted_at(place).expect("mounts"), None, "{}", place.display());
@@ -112,4 +114,68 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     rig.detach(&volume).await;
     testkit::nothing_left(rig.dir.path());
     rig.finish();
+}
+
+/// The directory above a target is exchanged for a link while the target is made, or removed: what is behind the link stays as it is.
+#[cfg(feature = "failpoints")]
+#[apply(device_cases)]
+async fn a_parent_that_is_exchanged_for_a_link_leads_nowhere(
+    rig: Rig<Dir>,
+    #[values(block_capability(), mount_capability("ext4"))] capability: proto::VolumeCapability,
+) {
+    let kubelet = rig.kubelet();
+    let (volume, _) = rig.published("volume", 16 * MIB, capability.clone()).await;
+    crate::node::unpublish_at(&mut rig, &volume, &kubelet.join(&volume).join("target")).await;
+    let (parent, aside) = (rig.dir.path().join("parent"), rig.dir.path().join("aside"));
+    let (target, victim) = (parent.join("target"), rig.dir.path().join("victim"));
+    for dir in [&parent, &victim] {
+        std::fs::create_dir(dir).expect("mkdir");
+    }
+    let publish = publish_at(&rig, &volume, &target, capability, false);
+    let undo = requests::unpublish(&volume, &target);
+    let mut orders = Orders::new(rig.dir.path());
+    // The steps of both calls on the target itself.
+    orders.count();
+    rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+    let made = orders.withdraw();
+    orders.count();
+    rig.client.node.node_unpublish_volume(undo.clone()).await.expect("unpublish");
+    let removed = orders.withdraw();
+    let at = |points: &[Point], steps: [&str; 2]| {
+        points.iter().find(|point| steps.contains(&point.step.as_str())).expect("the step").number
+    };
+    let (made, removed) = (at(&made, ["create", "make the directory"]), at(&removed, ["remove", "remove"]));
+
+    let exchange = || {
+        std::fs::rename(&parent, &aside).expect("move away");
+        symlink(&victim, &parent).expect("symlink");
+    };
+    let put_back = || {
+        std::fs::remove_file(&parent).expect("remove the link");
+        std::fs::rename(&aside, &parent).expect("move back");
+    };
+    orders.hold(made, "calls", 300);
+    let (mut client, request) = (rig.client.node.clone(), publish.clone());
+    let call = tokio::spawn(async move { client.node_publish_volume(request).await });
+    orders.reached(&call).await;
+    exchange();
+    let _ = call.await.expect("join");
+    orders.withdraw();
+    assert!(names(&victim).is_empty(), "a target was made behind the link: {:?}", names(&victim));
+    put_back();
+
+    rig.client.node.node_publish_volume(publish).await.expect("publish");
+    std::fs::create_dir(victim.join("target")).expect("mkdir");
+    orders.hold(removed, "calls", 300);
+    let mut client = rig.client.node.clone();
+    let request = undo.clone();
+    let call = tokio::spawn(async move { client.node_unpublish_volume(request).await });
+    orders.reached(&call).await;
+    exchange();
+    let _ = call.await.expect("join");
+    orders.withdraw();
+    assert_eq!(names(&victim), ["target"], "what is behind the link was removed");
+    put_back();
+    rig.client.node.node_unpublish_volume(undo).await.expect("unpublish");
+    rig.detach(&volume).await;
 }

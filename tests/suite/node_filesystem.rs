@@ -12,7 +12,7 @@ use tonic::Code;
 use crate::node::{publish_at, with_mode};
 use crate::volume_health::{VolumeHealthErrorType, give_up, node_health};
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, nothing_left, set_state, status_code};
+use testkit::{MIB, PoolKind, Rig, code, nothing_left, set_state, state_of, status_code};
 
 #[apply(every_pool)]
 async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
@@ -138,6 +138,12 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     let said = refused.message();
     assert!(said.contains("the kernel has") && said.contains(&volume) && said.contains("unstage"), "{said}");
     assert!(!target.exists(), "a refused publish left its target");
+    // As a driver leaves it that died in a copy: a filesystem that was shut down cannot be opened to thaw it.
+    rig.kill();
+    let mut state = state_of(&rig.pool_dir(), &volume);
+    state["frozen"] = deltapath::sys::boot_id().expect("boot id").into();
+    set_state(&rig.pool_dir(), &volume, state);
+    rig.start_again().await;
     rig.detach(&volume).await;
     let target = rig.publish(&volume, capability).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");

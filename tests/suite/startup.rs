@@ -1,17 +1,17 @@
 //! The start: sockets, data directories, records, and what a dead driver left.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability};
+use csi_client::{Client, block_capability, mount_capability};
 use proto::ListVolumesRequest;
 use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders};
 use testkit::running::Running;
-use testkit::{MIB, PoolKind, Rig, driver_command, names, swept_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, names, requests, swept_dir};
 
 /// Runs a driver that must refuse to start, and returns its messages.
 pub fn refused(command: &mut Command) -> String {
@@ -147,6 +147,44 @@ async fn a_record_cut_short_does_not_stop_the_driver(rig: Rig<pool>) {
     assert!(record.exists(), "a damaged object was removed");
     rig.client.delete_volume(&ids[1]).await.expect("delete");
     assert!(!record.exists(), "the repaired record's volume is served again");
+}
+
+/// A volume that is in use when its record, or its state, can no longer be read: pods end all the same.
+#[apply(device_cases)]
+async fn a_record_that_cannot_be_read_keeps_no_pod_from_ending(
+    rig: Rig<Dir>,
+    #[values("record.json", "state.json")] damaged: &str,
+    #[values("raw", "files", "inline")] kind: &str,
+) {
+    let inline = crate::usage::ephemeral(&rig, "csi-inline", "16Mi");
+    let (id, target) = match kind {
+        "raw" => rig.published("raw", 16 * MIB, block_capability()).await,
+        "files" => rig.published("files", 16 * MIB, mount_capability("ext4")).await,
+        _ => {
+            rig.client.node.node_publish_volume(inline.clone()).await.expect("publish");
+            (inline.volume_id.clone(), PathBuf::from(&inline.target_path))
+        }
+    };
+    rig.kill();
+    let volumes = rig.pool_dir().join("volumes");
+    let volume = testkit::names(&volumes).pop().expect("a volume");
+    let file = volumes.join(&volume).join(damaged);
+    let bytes = std::fs::read(&file).expect("read");
+    std::fs::write(&file, "{").expect("write");
+    rig.start_again().await;
+    let undo = requests::unpublish(&id, &target);
+    for _ in 0..2 {
+        match kind {
+            "inline" => drop(rig.client.node.node_unpublish_volume(undo.clone()).await.expect("unpublish")),
+            _ => rig.detach(&id).await,
+        }
+    }
+    assert_eq!(deltapath::sys::mount::mounted_at(&target).expect("mounts"), None);
+    testkit::no_device_left(&rig.pool_dir());
+    rig.kill();
+    std::fs::write(&file, bytes).expect("write");
+    rig.start_again().await;
+    rig.client.node.node_unpublish_volume(undo).await.expect("unpublish");
 }
 
 /// A driver that is stopped with nothing in use leaves no mount and no device. A driver that is killed leaves its pool

@@ -161,7 +161,7 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
     assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
 }
 
-fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
+pub fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
     let mut request = proto::NodePublishVolumeRequest {
         volume_id: handle.to_owned(),
         target_path: rig.dir.path().join(format!("target-{}", handle.len())).display().to_string(),

@@ -256,6 +256,43 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is reported no more");
 }
 
+/// The incident: the end of a volume's file was lost. The next stage made the file as long as before, with zeros, and snapshots and
+/// backups took the zeros for content; a filesystem whose file was empty was formatted anew.
+#[apply(every_pool)]
+async fn a_file_whose_end_is_missing_is_not_filled_with_zeros(rig: Rig<pool>) {
+    let raw = rig.volume("raw", 4 * MIB, block_capability()).await;
+    let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
+    let snapshot = rig.snapshot("of it", &raw).await;
+    let cut = |path: &Path, length: u64| {
+        File::options().write(true).open(path).expect("open").set_len(length).expect("cut");
+    };
+    cut(&rig.volume_dir(&raw).data(), MIB as u64);
+    cut(&rig.volume_dir(&files).data(), 0);
+    cut(&rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img"), MIB as u64);
+    let from = |source| testkit::new_volume_from("made of it", 4 * MIB, block_capability(), source);
+    let answers = [
+        ("publish", rig.try_publish(&raw, block_capability()).await.map(drop)),
+        ("stage", rig.try_publish(&files, mount_capability("ext4")).await.map(drop)),
+        ("snapshot", rig.client.create_snapshot("of zeros", &raw).await.map(drop)),
+        ("clone", rig.client.create_volume(from(csi_client::from_volume(&raw))).await.map(drop)),
+        ("restore", rig.client.create_volume(from(csi_client::from_snapshot(&snapshot))).await.map(drop)),
+        ("expand", rig.client.expand_volume(&raw, 8 * MIB).await.map(drop)),
+    ];
+    for (call, answer) in answers {
+        let error = answer.expect_err(call);
+        assert!(
+            error.code() == Code::DataLoss && error.to_string().contains("its end is missing"),
+            "{call}: {error}"
+        );
+    }
+    for volume in [&raw, &files] {
+        tells(&health(&rig, volume).await, "FileTruncated", DataLoss);
+        rig.detach(volume).await;
+        rig.client.delete_volume(volume).await.expect("DeleteVolume");
+    }
+    rig.client.delete_snapshot(&snapshot).await.expect("DeleteSnapshot");
+}
+
 /// It cannot be told whether a volume's file exists, because its directory cannot be read. Here a file is in place of the
 /// directory; with a failing disk it would be an I/O error.
 #[apply(device_test)]

@@ -93,11 +93,6 @@ async fn what_is_wrong_with_a_request_is_said(rig: Rig<Dir>) {
         cases.push(("source", from(from_snapshot(id)), expected, "snapshot"));
         cases.push(("source", from(from_volume(id)), expected, "volume"));
     }
-    let node = |name: &str| {
-        let key = "topology.deltapath.csi.dev/node".to_owned();
-        let segments = HashMap::from([(key, name.to_owned())]);
-        Some(proto::TopologyRequirement { requisite: vec![proto::Topology { segments }], preferred: vec![] })
-    };
     // An unknown source may be on the node that the scheduler tries next.
     let digits = "0123456789abcdef".repeat(2);
     for (source, expected) in [
@@ -106,11 +101,11 @@ async fn what_is_wrong_with_a_request_is_said(rig: Rig<Dir>) {
         (from_snapshot("unknown"), Code::NotFound),
     ] {
         let mut request = from(source);
-        request.accessibility_requirements = node("node-1");
+        request.accessibility_requirements = on_node("node-1");
         let said = if expected == Code::NotFound { "unknown" } else { "not on this node, node-1" };
         cases.push(("source elsewhere", request, expected, said));
     }
-    let elsewhere = with(&|request| request.accessibility_requirements = node("node-2"));
+    let elsewhere = with(&|request| request.accessibility_requirements = on_node("node-2"));
     cases.push(("elsewhere", elsewhere, Code::ResourceExhausted, "node-1"));
     for (name, request, expected, said) in cases {
         let error = rig.client.create_volume(request).await.expect_err(name);
@@ -119,6 +114,11 @@ async fn what_is_wrong_with_a_request_is_said(rig: Rig<Dir>) {
     }
     assert!(names(&rig.pool_dir().join("volumes")).is_empty(), "a refused call made something");
     assert!(names(&rig.pool_dir().join("staging")).is_empty(), "a refused call left something");
+}
+
+fn on_node(name: &str) -> Option<proto::TopologyRequirement> {
+    let segments = HashMap::from([("topology.deltapath.csi.dev/node".to_owned(), name.to_owned())]);
+    Some(proto::TopologyRequirement { requisite: vec![proto::Topology { segments }], preferred: vec![] })
 }
 
 /// Seen in other drivers: the content source is not recorded, so a retry with another source or mode answers `OK`, and a
@@ -144,11 +144,12 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(rig: Rig<pool>)
         for other in others {
             assert_eq!(code(rig.client.create_volume(request(other)).await), Code::AlreadyExists);
         }
-        let [mut mode, mut larger, mut block_size] = [(); 3].map(|()| request(source.clone()));
+        let [mut mode, mut larger, mut block_size, mut elsewhere] = [(); 4].map(|()| request(source.clone()));
         mode.volume_capabilities = vec![mount_capability("ext4")];
         larger.capacity_range = Some(CapacityRange { required_bytes: 9 * MIB, limit_bytes: 0 });
         block_size.parameters = HashMap::from([("blockSize".to_owned(), "64Ki".to_owned())]);
-        for other in [mode, larger, block_size] {
+        elsewhere.accessibility_requirements = on_node("node-2");
+        for other in [mode, larger, block_size, elsewhere] {
             assert_eq!(code(rig.client.create_volume(other).await), Code::AlreadyExists);
         }
         rig.client.delete_volume(&made.volume_id).await.expect("delete");

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::driver::devices::attached::{detach, shows};
+use crate::driver::devices::attached::{free_unrecorded, shows};
 use crate::driver::devices::filesystem;
 use crate::driver::devices::filesystem::is_blank;
 use crate::driver::error::{Error, Result};
@@ -129,27 +129,45 @@ impl Node {
     }
 
     /// Undoes a publish, and deletes the volume. Does nothing if the volume is published at another target.
+    ///
+    /// A pool that is dead or read-only must not keep a pod from ending: then the volume stays in it.
     pub(super) fn unpublish_ephemeral(&self, held: Held, target: &Path) -> Result<()> {
-        match &held.state.staged {
-            Some(staged) if staged.path != target => Ok(()),
-            _ => self.remove_ephemeral(held),
+        if held.state.staged.as_ref().is_some_and(|staged| staged.path != target) {
+            return Ok(());
         }
+        if !held.known {
+            return self.displace(&held, target);
+        }
+        let id = held.record.id.clone();
+        match self.remove_ephemeral(held) {
+            Err(error) if is_of_a_broken_pool(&error) && mount::mounted_at(target)?.is_none() => {
+                let error = base::report(&error);
+                tracing::error!(volume_id = %id, error, "the pool takes no writes: the volume of a pod that has ended stays in it");
+                Ok(())
+            }
+            removed => removed,
+        }
+    }
+
+    /// Unmounts the volume, and frees its device.
+    fn displace(&self, held: &Held, target: &Path) -> Result<()> {
+        let device = LoopDevice::find(&held.data)?;
+        self.thaw_leftover(held);
+        let is_there = shows(target, device.as_ref())?;
+        if is_there {
+            filesystem::thaw(target)?;
+            mount::unmount(target)?;
+        }
+        // Without a record only what was mounted says that we made it.
+        if (is_there || held.known) && mount::mounted_at(target)?.is_none() {
+            remove_target(target)?;
+        }
+        free_unrecorded(device)
     }
 
     fn remove_ephemeral(&self, held: Held) -> Result<()> {
         if let Some(staged) = &held.state.staged {
-            let device = LoopDevice::find(&held.data)?;
-            self.copier.thaw_leftover(&held.record.id)?;
-            if shows(&staged.path, device.as_ref())? {
-                filesystem::thaw(&staged.path)?;
-                mount::unmount(&staged.path)?;
-            }
-            if mount::mounted_at(&staged.path)?.is_none() {
-                remove_target(&staged.path)?;
-            }
-            if let Some(device) = device {
-                detach(device)?;
-            }
+            self.displace(&held, &staged.path)?;
             self.shared.store.set_volume_state(&held.record.id, &VolumeState::default())?;
         }
         self.volumes.remove_idle(&held.record.id, &held.lock)
@@ -176,4 +194,9 @@ impl Node {
             }
         }
     }
+}
+
+fn is_of_a_broken_pool(error: &Error) -> bool {
+    let errno = error.sys().and_then(files::Error::errno);
+    matches!(errno, Some(libc::EROFS | libc::EIO | libc::ESHUTDOWN))
 }

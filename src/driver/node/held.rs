@@ -45,7 +45,7 @@ impl Node {
     /// The same for unpublish and unstage. `None` if the volume does not exist and nothing is mounted at `path`. A
     /// volume in use cannot be deleted, so if the volume is gone, a mount there is not ours.
     ///
-    /// A broken pool must not keep a pod from ending: if it cannot be read, only the kernel's mounts count.
+    /// A broken pool or state must not keep a pod from ending: if it cannot be read, only the kernel's mounts count.
     pub(super) fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
         let LockedVolume { record, guard } = match self.lock_volume(volume_id) {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
@@ -53,15 +53,23 @@ impl Node {
         };
         let place = Some(self.shared.locks.take(LockKey::MountPath(path.to_owned()))?);
         let (state, known) = match self.shared.store.volume_state(&record.id) {
-            Err(store::Error::Sys(error)) => {
+            Err(error) => {
                 let error = base::report(&error);
                 tracing::warn!(volume_id = %record.id, error, "the state of the volume cannot be read");
                 (VolumeState::default(), false)
             }
-            state => (state?, true),
+            Ok(state) => (state, true),
         };
         let data = self.shared.volume_data(&record.id);
         Ok(Some(Held { record, state, known, data, lock: guard, _place: place }))
+    }
+
+    /// Thaws what a driver left frozen. Where it is not known what was frozen, or the filesystem no longer answers, that must not
+    /// keep a pod from ending.
+    pub(super) fn thaw_leftover(&self, held: &Held) {
+        if let Err(error) = self.copier.thaw_leftover(&held.record.id) {
+            tracing::error!(volume_id = %held.record.id, error = base::report(&error), "a volume may be frozen");
+        }
     }
 
     pub(super) fn lock_volume(&self, volume_id: &str) -> Result<LockedVolume> {

@@ -82,7 +82,7 @@ impl Node {
             return Err(Error::Missing { field: "volume_id" });
         }
         let target = checked_path("target_path", target)?;
-        if self.shared.store.check_alive().is_err() {
+        if self.is_unrecorded(volume_id) {
             return self.undo_unrecorded(volume_id, &target, true);
         }
         let Some(mut held) = self.hold_or_gone(volume_id, &target)? else { return Ok(()) };
@@ -187,7 +187,7 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
         return Ok(());
     }
     let target = &published.target;
-    match change::create_new(target) {
+    match mount::in_parent(target, change::create_new) {
         Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists => {}
         made => drop(made?),
     }
@@ -196,7 +196,7 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
 
 /// Makes the directory of a target, unless it exists.
 pub(super) fn make_directory(target: &Path) -> Result<()> {
-    match change::create_dir(target, 0o750) {
+    match mount::in_parent(target, |place| change::create_dir(place, 0o750)) {
         Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && is_directory(target) => {
             Ok(())
         }

@@ -13,7 +13,7 @@ use crate::driver::request::capability::{
     AccessType, Capability, MountFlags, is_known_filesystem, least_size,
 };
 use crate::driver::request::path::checked_path;
-use crate::store::{self, AccessKind, Staged, VolumeState};
+use crate::store::{AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
 use base::Quantity;
@@ -180,7 +180,7 @@ impl Node {
             return Err(Error::Missing { field: "volume_id" });
         }
         let path = checked_path("staging_target_path", staging_path)?;
-        if self.shared.store.check_alive().is_err() {
+        if self.is_unrecorded(volume_id) {
             return self.undo_unrecorded(volume_id, &path, false);
         }
         let Some(mut held) = self.hold_or_gone(volume_id, &path)? else { return Ok(()) };
@@ -201,14 +201,7 @@ impl Node {
         if !recorded && !shows(&path, device.as_ref())? {
             return Ok(());
         }
-        match self.copier.thaw_leftover(&held.record.id) {
-            // On a broken pool it cannot be read what was frozen, and that must not keep a pod from ending.
-            Err(Error::Store(store::Error::Sys(error))) => {
-                let error = base::report(&error);
-                tracing::error!(volume_id = %held.record.id, error, "a volume may be frozen");
-            }
-            thawed => thawed?,
-        }
+        self.thaw_leftover(&held);
         if !is_of_another(&path, &held.record.id, &self.shared.store.dir().volumes())? {
             filesystem::thaw(&path)?;
             mount::unmount(&path)?;

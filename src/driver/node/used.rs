@@ -53,8 +53,16 @@ pub struct Node {
 }
 
 impl Node {
-    /// Unmounts a volume from `path` when the pool is dead and no record can be read: what the kernel has mounted decides.
-    /// Frees the device once it is mounted nowhere.
+    /// Whether there may be a volume of this id, or handle, whose record could not be read.
+    pub(super) fn is_unrecorded(&self, volume_id: &str) -> bool {
+        let store = &self.shared.store;
+        let is_unknown = || store.read(|index| index.ephemeral(volume_id).is_none());
+        let is_handle = volume_id.parse::<VolumeId>().is_err();
+        store.check_readable(volume_id).is_err() || (is_handle && !store.damaged().is_empty() && is_unknown())
+    }
+
+    /// Unmounts a volume from `path` when its record could not be read, or none, since the pool is dead: what the kernel has
+    /// mounted decides. Frees the device once it is mounted nowhere.
     pub(super) fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
         let _place = self.shared.locks.take(LockKey::MountPath(path.to_owned()))?;
         let volumes = self.shared.store.dir().volumes();
@@ -62,7 +70,10 @@ impl Node {
             Ok(id) => LoopDevice::find(&self.shared.volume_data(&id))?,
             // An ephemeral volume's handle does not lead to its file, so its device is found by the mount.
             Err(_) => {
-                let ours = LoopDevice::all_on(|path| path.starts_with(&volumes))?;
+                let ours = LoopDevice::all_on(|path| {
+                    let id = path.strip_prefix(&volumes).ok().and_then(|below| below.iter().next());
+                    id.is_some_and(|id| self.shared.store.check_readable(&id.to_string_lossy()).is_err())
+                })?;
                 ours.into_iter().find(|device| shows(path, Some(device)).unwrap_or(false))
             }
         };
@@ -74,9 +85,9 @@ impl Node {
                 )));
             }
             mount::unmount(path)?;
-        }
-        if is_target {
-            remove_target(path)?;
+            if is_target {
+                remove_target(path)?;
+            }
         }
         free_unrecorded(device)
     }
@@ -98,17 +109,17 @@ pub(super) fn no_volume_at(volume_path: &Path) -> Error {
 
 /// Removes a mount target that we made: an empty directory, or the file that a device was mounted on.
 pub(super) fn remove_target(target: &Path) -> Result<()> {
-    let meta = match fs::symlink_metadata(target) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        meta => meta.context("stat", target)?,
-    };
-    let removed = match meta.is_dir() {
-        true => change::remove_dir(target),
-        // The file that we made was empty, so this is another.
-        false if meta.len() > 0 => return Ok(()),
-        false => change::remove_file(target),
-    };
+    let removed = mount::in_parent(target, |place| {
+        let meta = fs::symlink_metadata(place).context("stat", target)?;
+        match meta.is_dir() {
+            true => change::remove_dir(place),
+            // The file that we made was empty, so this is another.
+            false if meta.len() > 0 => Ok(()),
+            false => change::remove_file(place),
+        }
+    });
     match removed {
+        Err(error) if error.is_not_found() => Ok(()),
         // The directory existed before, and holds files of others.
         Err(error) if error.source.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
         removed => Ok(removed?),

@@ -253,8 +253,9 @@ impl Copier {
                 // It may be mounted where this process does not see it, so the record stays for the next try.
                 return Ok(());
             }
-            freeze::thaw(&root_of(id, &mounts)?)?;
-            tracing::warn!(volume_id = %id, "thawed what the last driver left frozen");
+            if freeze::thaw(&root_of(id, &mounts)?)? {
+                tracing::warn!(volume_id = %id, "thawed what a driver left frozen");
+            }
         }
         self.set_frozen(id, None)
     }
@@ -322,8 +323,13 @@ impl FrozenVolumes<'_> {
         let copier = self.copier;
         let mut outcome = Ok(());
         for (id, frozen) in self.frozen.drain(..).rev() {
-            let thawed = frozen.thaw().map_err(Error::from).and_then(|()| copier.set_frozen(&id, None));
-            outcome = outcome.and(thawed);
+            let thawed = frozen.thaw().map_err(Error::from);
+            // Where the bound had passed it is thawed already, and a record that stays would have it thawed again later.
+            let recorded = match &thawed {
+                Ok(()) => copier.set_frozen(&id, None),
+                Err(_) => copier.thaw_leftover(&id),
+            };
+            outcome = outcome.and(thawed).and(recorded);
         }
         outcome
     }

@@ -15,7 +15,7 @@ use roaring::RoaringBitmap;
 
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::LockKey;
-use crate::driver::shared::Shared;
+use crate::driver::shared::{Shared, check_whole};
 use crate::driver::snapshots::fill::NewSnapshot;
 use crate::driver::snapshots::take::Snapshots;
 use crate::driver::transfer::holes::{cut_out, holes_in};
@@ -210,6 +210,7 @@ impl Sources {
             Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(source)),
             data => data?,
         };
+        check_whole(data.path(), data.length()?, record.capacity)?;
         let for_damage = data.file().try_clone().context("open", data.path())?;
         let allocation = Allocation::new(MapFile::open(&dir.allocated())?, Some(for_damage), data.path());
         let hashes = match record.tracking {

@@ -12,7 +12,7 @@ use crate::driver::request::capability::{Capability, kinds};
 use crate::driver::request::create::{CreateVolume, SourceRef, check_name, difference};
 use crate::driver::request::page::{Page, PageRequest, page};
 use crate::driver::request::params::VolumeParameters;
-use crate::driver::shared::{LockedVolume, Shared};
+use crate::driver::shared::{LockedVolume, Shared, check_whole};
 use crate::driver::snapshots::history::hold::Histories;
 use crate::driver::snapshots::quiesce::{Copier, LiveCopy};
 use crate::driver::volumes::capacity::{Capacity, Reserved};
@@ -74,7 +74,7 @@ impl Volumes {
         if let Some(existing) = self.existing(request, &access)? {
             return Ok(existing);
         }
-        self.shared.check_topology(&request.requisite, "volumes are made where the driver runs")?;
+        self.check_topology(request)?;
         let (content, _locked) = match &request.source {
             None => (None, None),
             Some(SourceRef::Snapshot(id)) => {
@@ -123,6 +123,10 @@ impl Volumes {
         self.fill_and_commit(&name, record, content)
     }
 
+    fn check_topology(&self, request: &CreateVolume) -> Result<()> {
+        self.shared.check_topology(&request.requisite, "volumes are made where the driver runs")
+    }
+
     /// The volume that an earlier call of this name made.
     pub(in crate::driver) fn existing(
         &self,
@@ -130,7 +134,15 @@ impl Volumes {
         access: &[AccessKind],
     ) -> Result<Option<Arc<VolumeRecord>>> {
         let existing = self.shared.store.read(|index| index.volume_named(&request.name));
-        match existing.as_ref().and_then(|existing| difference(existing, request, access)) {
+        let difference = existing.as_ref().and_then(|existing| {
+            let elsewhere = || {
+                self.check_topology(request)
+                    .err()
+                    .map(|_| format!("accessible_topology {:?}", self.shared.topology()))
+            };
+            difference(existing, request, access).or_else(elsewhere)
+        });
+        match difference {
             None => Ok(existing),
             Some(difference) => Err(Error::Clash {
                 kind: "volume",
@@ -273,6 +285,7 @@ impl Volumes {
             Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(id)),
             opened => opened?,
         };
+        check_whole(bytes.path(), bytes.length()?, record.capacity)?;
         Ok(Content {
             source: Source::Snapshot(record.id.clone()),
             bytes,

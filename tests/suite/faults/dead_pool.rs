@@ -21,6 +21,8 @@ struct Scene {
     raw: String,
     files: String,
     content: Content,
+    /// An ephemeral inline volume.
+    inline: proto::NodePublishVolumeRequest,
     base: String,
     listed: (Vec<String>, Vec<String>),
 }
@@ -35,10 +37,12 @@ async fn shut_down() -> Scene {
     let (files, target) = rig.published("files", 32 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "here").expect("write");
     super::sync_fs(&target);
+    let inline = crate::usage::ephemeral(&rig, "csi-inline", "16Mi");
+    rig.client.node.node_publish_volume(inline.clone()).await.expect("publish");
     let listed = listed(&rig).await;
     program::run("xfs_io", &["-x", "-c", "shutdown"], &rig.pool_dir(), |code| code == 0).expect("shutdown");
     assert!(std::fs::metadata(rig.pool_dir()).is_err(), "it still answers");
-    Scene { rig, raw, files, content, base, listed }
+    Scene { rig, raw, files, content, inline, base, listed }
 }
 
 impl Scene {
@@ -52,7 +56,16 @@ impl Scene {
         for volume in [&self.raw, &self.files] {
             self.rig.detach(volume).await;
         }
-        let below: Vec<PathBuf> = vec![kubelet.clone()];
+        let undo = requests::unpublish(&self.inline.volume_id, &self.inline.target_path);
+        let node = &mut self.rig.client.node;
+        node.node_unpublish_volume(undo.clone()).await.expect("the pod with the inline volume ends");
+        let target = PathBuf::from(&self.inline.target_path);
+        assert!(!target.exists(), "the inline volume's target stays");
+        // What is not mounted is not known to be ours.
+        std::fs::create_dir(&target).expect("mkdir");
+        node.node_unpublish_volume(undo.clone()).await.expect("nothing is mounted there");
+        std::fs::remove_dir(&target).expect("an empty directory of somebody is gone");
+        let below: Vec<PathBuf> = vec![kubelet.clone(), target];
         let left = leftovers(self.rig.dir.path());
         assert!(
             !left.iter().any(|left| below.iter().any(|dir| PathBuf::from(left).starts_with(dir))),
@@ -64,6 +77,7 @@ impl Scene {
         self.rig.start_again().await;
         probe(&self.rig).await.expect("the pool is mounted anew");
         assert_eq!(listed(&self.rig).await, self.listed);
+        self.rig.client.node.node_unpublish_volume(undo).await.expect("the inline volume is deleted");
         let device = self.rig.attach(&self.raw).await;
         self.content.assert_equals(&device, 0, 300);
         let list = self.rig.client.allocated(&self.base, 0, 0).await.expect("allocated");

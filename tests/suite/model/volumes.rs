@@ -145,7 +145,7 @@ impl World {
                 block_size.map_or(!plain || existing.block_size == BLOCK, |size| existing.block_size == size);
             let same_tracking =
                 new.tracking.map_or(!plain || existing.tracking, |tracking| existing.tracking == tracking);
-            if !(fits && same_size && same_tracking) {
+            if !(fits && same_size && same_tracking) || (new.elsewhere && !self.is_routed()) {
                 let of = source.iter().map(|(Source::Snapshot(id) | Source::Volume(id))| id.as_str());
                 return refused(
                     self.taken(of),
