@@ -9,7 +9,8 @@ use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
 use tonic::Code;
 
-use testkit::{GIB, MIB, code, fsck, new_volume_from, requests, status_code};
+use crate::faults::pool_full::small_pool_of;
+use testkit::{GIB, MIB, PoolKind, code, fsck, new_volume_from, requests, status_code};
 
 /// Writes some files, and checks them.
 fn write_files(dir: &Path) {
@@ -294,4 +295,48 @@ async fn an_ext4_grows_by_a_little(rig: Rig<Xfs>) {
         fsck("ext4", &device);
         rig.detach(&volume).await;
     }
+}
+
+/// The incident: on a full pool resize2fs stopped in the middle, and left an ext4 that only a person may repair. Nothing grows there; with
+/// room it does.
+#[apply(device_cases)]
+async fn a_full_pool_grows_nothing(#[values("ext4", "xfs")] fs_type: &str) {
+    let (_, mut rig) = small_pool_of(PoolKind::Xfs, 1024).await;
+    let capability = mount_capability(fs_type);
+    let (volume, target) = rig.published("files", 300 * MIB, capability.clone()).await;
+    write_files(&target);
+    let before = sys::space(&target).expect("statvfs").total;
+    rig.detach(&volume).await;
+    rig.client.expand_volume(&volume, 8 * GIB).await.expect("expand");
+    let (other, device) = rig.block_volume("other", 4 * GIB).await;
+    for size in ["bs=1M", "bs=4k"] {
+        let to = format!("of={}", device.display());
+        let mut dd = Command::new("dd");
+        dd.args(["if=/dev/zero", size, "oflag=direct", "conv=notrunc", "status=none", &to]);
+        assert!(!dd.output().expect("run dd").status.success(), "the pool is not full");
+    }
+    for _ in 0..2 {
+        let target = rig.publish(&volume, capability.clone()).await;
+        check_files(&target);
+        assert_eq!(sys::space(&target).expect("statvfs").total, before);
+        let request = requests::node_expand(&volume, &target);
+        let refused = rig.client.node.node_expand_volume(request).await.expect_err("there is no room");
+        assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+        assert!(refused.message().contains("to grow: make room"), "{refused}");
+        rig.detach(&volume).await;
+        let device = rig.attach(&volume).await;
+        fsck(fs_type, &device);
+        rig.detach(&volume).await;
+    }
+    rig.delete(&other).await;
+    // A pool of xfs frees what was deleted in the background.
+    testkit::eventually("there is room", async || {
+        sys::space(&rig.pool_dir()).expect("statvfs").available > 64 << 20
+    })
+    .await;
+    let target = rig.publish(&volume, capability).await;
+    check_files(&target);
+    assert!(sys::space(&target).expect("statvfs").total > 7 << 30, "it did not grow");
+    rig.detach(&volume).await;
+    rig.finish();
 }

@@ -156,8 +156,7 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
 
 /// Grows an unmounted ext4 that is smaller than its device, as far as it can grow. To grow a mounted one takes a capability
 /// (CAP_SYS_RESOURCE) that a container may lack. A filesystem with errors stays as it is: its files can be read.
-pub(in crate::driver) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
-    let Some((found, target)) = growth(device, fs_type)?.filter(|_| fs_type == "ext4") else { return Ok(()) };
+pub(in crate::driver) fn grow_unmounted(device: &Path, (found, target): (Superblock, u64)) -> Result<()> {
     // 1: the journal was replayed, or a small error was corrected. 4 and more: errors that only a person may correct.
     let check = program::run("e2fsck", &["-f", "-p"], device, |code| code < 32)?;
     if !matches!(check.status.code(), Some(0 | 1)) {

@@ -72,6 +72,14 @@ impl Superblock {
         (target > self.size).then_some(target)
     }
 
+    /// The most bytes that are written when it grows to `target`.
+    pub(in crate::driver) fn room_to_grow(&self, target: u64) -> u64 {
+        // Bitmaps, headers and roots of a new group, and what the whole filesystem keeps of it.
+        const A_GROUP: u64 = 64 << 10;
+        let groups = if self.fs_type == "btrfs" { 0 } else { (target - self.size).div_ceil(self.group) };
+        (1 << 20) + groups * A_GROUP
+    }
+
     /// Fails if a volume of `capacity` bytes is larger than its filesystem can be.
     pub(in crate::driver) fn check_growth(&self, field: &'static str, capacity: u64) -> Result<()> {
         match capacity <= self.most {
@@ -153,14 +161,15 @@ fn xfs(head: &[u8; HEAD]) -> Option<Superblock> {
     }
     let block = word(4)?;
     let blocks = u64::from_be_bytes(head[8..16].try_into().ok()?);
-    let most = blocks.max(word(84)?.saturating_mul(XFS_GROUPS));
+    let group = word(84).filter(|group| *group > 0)?;
+    let most = blocks.max(group.saturating_mul(XFS_GROUPS));
     let bytes = |blocks: u64| blocks.saturating_mul(block);
     Some(Superblock {
         fs_type: "xfs",
         block,
         size: bytes(blocks),
         first: 0,
-        group: u64::MAX,
+        group: bytes(group),
         least: 0,
         member: 0,
         most: bytes(most),

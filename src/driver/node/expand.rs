@@ -14,6 +14,7 @@ use crate::driver::volumes::expand::grow;
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;
+use base::Quantity;
 
 impl Node {
     /// Grows the device and the filesystem of a volume that is staged or published at `volume_path` to the volume's size,
@@ -74,6 +75,29 @@ impl Node {
         Ok(capacity)
     }
 
+    /// Grows an ext4 that is not mounted to the size of its device.
+    pub(super) fn grow_unmounted(&self, device: &LoopDevice, fs_type: &str) -> Result<()> {
+        let growth = filesystem::growth(&device.path(), fs_type)?.filter(|_| fs_type == "ext4");
+        let Some(growth) = growth else { return Ok(()) };
+        self.check_room_to_grow(&growth)?;
+        filesystem::grow_unmounted(&device.path(), growth)
+    }
+
+    /// Fails where the pool may lack room for what a growing filesystem writes. A write that fails on the way leaves an ext4 with errors
+    /// that `e2fsck -p` does not repair, and the kernel shuts a mounted filesystem down.
+    fn check_room_to_grow(&self, (found, target): &(Superblock, u64)) -> Result<()> {
+        let (needs, free) = (found.room_to_grow(*target), self.shared.open_pool.free()?);
+        match free < needs {
+            true => Err(Error::Exhausted(format!(
+                "the pool has {} left, and the {} needs up to {} to grow: make room, then expand it again",
+                Quantity(free),
+                found.fs_type,
+                Quantity(needs)
+            ))),
+            false => Ok(()),
+        }
+    }
+
     /// Grows a mounted filesystem to the size of its device. Fails if its user has frozen it.
     pub(super) fn grow_mounted(
         &self,
@@ -91,6 +115,7 @@ impl Node {
                 mount_point.display()
             )));
         }
+        self.check_room_to_grow(&growth)?;
         filesystem::grow_mounted(&device.path(), mount_point, growth)
     }
 }
