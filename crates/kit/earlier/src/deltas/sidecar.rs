@@ -19,6 +19,7 @@ use csi_client::identity;
 use futures_util::StreamExt;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
+use proto::answers::Checked;
 use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use proto::deltas::snapshot_deltas_server::SnapshotDeltasServer;
@@ -29,7 +30,7 @@ use serve::reviews::{Object, Reviews};
 use tokio::sync::Semaphore;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::io::ReaderStream;
-use tonic::transport::{Channel, Server as Grpc};
+use tonic::transport::Server as Grpc;
 use tonic::{Code, Status};
 
 use super::discovery::{self, DATA, DriverDiscovery};
@@ -59,7 +60,7 @@ struct Sidecar {
     reviews: Reviews,
     audience: String,
     driver_name: String,
-    lists: SnapshotDeltasClient<Channel>,
+    lists: SnapshotDeltasClient<Checked>,
     driver: Driver,
     data: Option<(Tokens, Data)>,
     page_timeout: Duration,

@@ -15,6 +15,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kube::{Api, Client};
 use parking_lot::Mutex;
+use proto::answers::Checked;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::differential::{DifferentialSnapshotRequest, DifferentialSnapshotResponse};
 use serde::{Deserialize, Serialize};
@@ -23,7 +24,6 @@ use serve::questions::{ask, away};
 use serve::reviews::{Object, Reviews};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 use tokio::sync::Semaphore;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use crate::refusal::Refusal;
@@ -42,7 +42,7 @@ pub struct Listener {
     /// The CSI driver whose snapshots it answers for.
     pub driver_name: String,
     /// Where the pages come from.
-    pub pages: DifferentialSnapshotClient<Channel>,
+    pub pages: DifferentialSnapshotClient<Checked>,
     /// How long a page may take.
     pub page_timeout: Duration,
     /// Requests at once.

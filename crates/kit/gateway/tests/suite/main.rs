@@ -69,6 +69,7 @@ fn main() -> ExitCode {
         hostile::requests_of_unknown_callers_take_a_bounded_memory,
         hostile::calls_without_a_body_take_a_bounded_memory_and_keep_nobody_out,
         hostile::a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended,
+        broken_driver::a_driver_whose_status_cannot_be_read_is_asked_again,
         broken_driver::a_driver_that_breaks_the_protocol_harms_only_its_own_answer,
         hostile::no_token_and_no_secret_is_written_anywhere,
         hostile::calls_are_served_when_nobody_reads_the_audit,
