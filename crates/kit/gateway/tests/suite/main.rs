@@ -42,6 +42,7 @@ fn main() -> ExitCode {
         streams::messages_pass_through_as_the_driver_sends_them,
         streams::the_drivers_own_codes_and_messages_pass,
         streams::a_client_that_stops_reading_is_ended_and_disturbs_nobody,
+        streams::clients_that_stop_reading_their_sockets_take_a_bounded_memory,
         streams::cancel_and_deadline_reach_the_driver,
         streams::streams_are_bounded_for_all_and_for_each,
         streams::a_stream_outlives_the_deletion_of_its_snapshot,
