@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
+use proto::answers::Checked;
 use proto::identity_client::IdentityClient;
 use proto::{GetPluginInfoRequest, ProbeRequest};
-use tonic::transport::Channel;
 
 /// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -13,12 +13,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const EVERY: Duration = Duration::from_secs(1);
 
 /// A connection to the socket at `path`. It is made when it is used, and made again when it was lost.
-pub fn lazy_channel(path: &Path) -> Channel {
-    crate::endpoint().connect_with_connector_lazy(crate::connector(path.to_owned()))
+pub fn lazy_channel(path: &Path) -> Checked {
+    Checked(crate::endpoint().connect_with_connector_lazy(crate::connector(path.to_owned())))
 }
 
 /// The driver's name, as soon as it answers. The log says why it does not, once for each reason.
-pub async fn name(channel: &Channel) -> String {
+pub async fn name(channel: &Checked) -> String {
     let mut identity = IdentityClient::new(channel.clone());
     let mut logged = String::new();
     loop {
@@ -37,7 +37,7 @@ pub async fn name(channel: &Channel) -> String {
 }
 
 /// Says whether the driver is there and ready, once a second until it is dropped.
-pub async fn watch(channel: &Channel, tell: impl Fn(bool)) {
+pub async fn watch(channel: &Checked, tell: impl Fn(bool)) {
     let mut identity = IdentityClient::new(channel.clone());
     loop {
         let probe = tokio::time::timeout(PATIENCE, identity.probe(ProbeRequest {})).await;

@@ -15,10 +15,11 @@ use std::time::{Duration, Instant};
 
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Endpoint, Uri};
 use tonic::{Code, Status};
 use tower::Service;
 
+use proto::answers::Checked;
 use proto::controller_client::ControllerClient;
 use proto::group_controller_client::GroupControllerClient;
 use proto::identity_client::IdentityClient;
@@ -56,15 +57,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Debug)]
 pub struct Client {
     /// The Identity service.
-    pub identity: IdentityClient<Channel>,
+    pub identity: IdentityClient<Checked>,
     /// The Controller service.
-    pub controller: ControllerClient<Channel>,
+    pub controller: ControllerClient<Checked>,
     /// The GroupController service.
-    pub groups: GroupControllerClient<Channel>,
+    pub groups: GroupControllerClient<Checked>,
     /// The Node service.
-    pub node: NodeClient<Channel>,
+    pub node: NodeClient<Checked>,
     /// The SnapshotMetadata service.
-    pub metadata: SnapshotMetadataClient<Channel>,
+    pub metadata: SnapshotMetadataClient<Checked>,
 }
 
 /// A raw block device for one writer.
@@ -154,7 +155,7 @@ impl Client {
     }
 
     /// The clients of all services, over a channel.
-    pub fn over(channel: Channel) -> Self {
+    pub fn over(channel: Checked) -> Self {
         Client {
             identity: IdentityClient::new(channel.clone()),
             controller: ControllerClient::new(channel.clone()),
@@ -318,7 +319,7 @@ fn empty(call: &'static str) -> Error {
     Error { call, status: Status::internal("the answer is empty") }
 }
 
-async fn channel(path: PathBuf) -> Result<Channel, tonic::transport::Error> {
+async fn channel(path: PathBuf) -> Result<Checked, tonic::transport::Error> {
     dial(endpoint(), path).await
 }
 
@@ -327,8 +328,8 @@ fn endpoint() -> Endpoint {
     Endpoint::from_static("http://localhost")
 }
 
-async fn dial(endpoint: Endpoint, path: PathBuf) -> Result<Channel, tonic::transport::Error> {
-    endpoint.connect_with_connector(connector(path)).await
+async fn dial(endpoint: Endpoint, path: PathBuf) -> Result<Checked, tonic::transport::Error> {
+    endpoint.connect_with_connector(connector(path)).await.map(Checked)
 }
 
 /// Connects to the socket, whatever address is asked for.

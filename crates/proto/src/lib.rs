@@ -3,8 +3,12 @@
 //! [`differential`] and [`deltas`], made from `proto/differentialsnapshot.proto` and `proto/listsnapshotdeltas.proto`; what
 //! router and driver say to each other beside CSI in [`node`], made from `proto/node.proto`; and what drivers say to each other
 //! in [`transfer`], made from `proto/transfer.proto`.
+//!
+//! And how clients read [`answers`] that are not as they should be.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, rustdoc::all)]
+
+pub mod answers;
 
 tonic::include_proto!("csi.v1");
 

@@ -4,17 +4,12 @@
 
 use std::time::{Duration, Instant};
 
-use base64::Engine;
-use base64::alphabet;
-use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use bytes::{BufMut, Bytes, BytesMut};
-use percent_encoding::percent_decode;
 use prost::Message;
-use tonic::codegen::http::{HeaderMap, HeaderValue, StatusCode};
+pub use proto::answers::status;
+use proto::answers::{Messages, PREFIX, Piece};
+use tonic::codegen::http::{HeaderMap, StatusCode};
 use tonic::{Code, Status};
-
-/// Length of the prefix of a gRPC message: a flag and a big-endian length ("Length-Prefixed-Message" in gRPC over HTTP/2).
-const PREFIX: usize = 5;
 
 /// A message with its prefix, as the body of a unary request.
 pub fn frame(message: &impl Message) -> Bytes {
@@ -70,19 +65,6 @@ pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
-/// The status in a head or in trailers. Words and details that cannot be read change nothing about the code, as the protocol
-/// wants it ("Responses", "Status-Message"): tonic takes the first for an error of its own, and panics at the second.
-pub fn status(fields: &HeaderMap) -> Option<Status> {
-    let bytes = |name| fields.get(name).map(HeaderValue::as_bytes);
-    let code = Code::from_bytes(bytes("grpc-status")?);
-    let message = percent_decode(bytes("grpc-message").unwrap_or_default()).decode_utf8_lossy();
-    let padding = GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent);
-    let details = GeneralPurpose::new(&alphabet::STANDARD, padding)
-        .decode(bytes("grpc-status-details-bin").unwrap_or_default())
-        .unwrap_or_default();
-    Some(Status::with_details(code, message, details.into()))
-}
-
 /// The code for an answer with this status of HTTP and none of gRPC ("HTTP to gRPC Status Code Mapping").
 pub fn code_of_http(status: StatusCode) -> Option<Code> {
     match status.as_u16() {
@@ -104,11 +86,7 @@ const TUPLE: u8 = 3 << 3 | 2;
 #[derive(Debug, Default)]
 pub struct Tuples {
     counted: u64,
-    /// How much of a message's prefix was seen.
-    prefix: usize,
-    /// The length of the message, and how much of it is still to come.
-    length: u32,
-    left: usize,
+    messages: Messages,
     state: State,
 }
 
@@ -133,12 +111,6 @@ enum Varint {
     Length { is_tuple: bool },
 }
 
-impl State {
-    fn skip(bytes: u64) -> Self {
-        if bytes == 0 { State::Tag } else { State::Skip(bytes) }
-    }
-}
-
 impl Tuples {
     /// How many were seen.
     pub fn count(&self) -> u64 {
@@ -147,57 +119,44 @@ impl Tuples {
 
     /// What there is of a message that has not come whole.
     pub fn cut(&self) -> Option<String> {
-        match (self.prefix, self.left) {
-            (0, 0) => None,
-            (0, left) => {
-                let length = self.length as usize;
-                Some(format!("it ends after {} of {length} bytes of a message", length - left))
-            }
-            (seen, _) => Some(format!("it ends after {seen} of {PREFIX} bytes before a message")),
-        }
+        self.messages.cut()
     }
 
     /// Takes the next bytes of the body.
-    pub fn take(&mut self, mut bytes: &[u8]) {
-        while let Some((&byte, rest)) = bytes.split_first() {
-            if self.left > 0 {
-                let (message, rest) = bytes.split_at(self.left.min(bytes.len()));
-                self.read(message);
-                self.left -= message.len();
-                // A field that is longer than its message.
-                if self.left == 0 && !matches!(self.state, State::Tag) {
-                    self.state = State::Lost;
-                }
-                bytes = rest;
-                continue;
+    pub fn take(&mut self, bytes: &[u8]) {
+        let Tuples { counted, messages, state } = self;
+        messages.take(bytes, |Piece { is_plain, bytes, is_last }| {
+            if !is_plain {
+                *state = State::Lost;
             }
-            match self.prefix {
-                0 if byte != 0 => self.state = State::Lost,
-                0 => self.length = 0,
-                _ => self.length = self.length << 8 | u32::from(byte),
+            state.read(bytes, counted);
+            // A field that is longer than its message.
+            if is_last && !matches!(state, State::Tag) {
+                *state = State::Lost;
             }
-            self.prefix = (self.prefix + 1) % PREFIX;
-            if self.prefix == 0 {
-                self.left = self.length as usize;
-            }
-            bytes = rest;
-        }
+        });
+    }
+}
+
+impl State {
+    fn skip(bytes: u64) -> Self {
+        if bytes == 0 { State::Tag } else { State::Skip(bytes) }
     }
 
     /// Takes the next bytes of a message.
-    fn read(&mut self, mut bytes: &[u8]) {
+    fn read(&mut self, mut bytes: &[u8], counted: &mut u64) {
         loop {
             // Whole tuples with a length of one byte: nearly all of any answer.
-            if matches!(self.state, State::Tag) {
+            if matches!(*self, State::Tag) {
                 while let [TUPLE, length @ 0..0x80, rest @ ..] = bytes
                     && let Some((_, after)) = rest.split_at_checked(usize::from(*length))
                 {
                     bytes = after;
-                    self.counted += 1;
+                    *counted += 1;
                 }
             }
             let Some((&byte, mut rest)) = bytes.split_first() else { return };
-            self.state = match self.state {
+            *self = match *self {
                 // A field number above 15 takes more than one byte; none of ours does.
                 State::Tag if byte >= 0x80 => State::Lost,
                 State::Tag => match byte & 7 {
@@ -216,7 +175,7 @@ impl Tuples {
                         (false, _) => State::Varint { value, bits: bits + 7, kind },
                         (true, Varint::Value) => State::Tag,
                         (true, Varint::Length { is_tuple }) => {
-                            self.counted += u64::from(is_tuple);
+                            *counted += u64::from(is_tuple);
                             State::skip(value)
                         }
                     }

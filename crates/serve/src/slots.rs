@@ -1,9 +1,10 @@
 //! Slots of connections on a port that anyone may reach. Every newcomer is let in; where that makes too many, the connection that has
 //! been idle for longest goes, first of those whose client is not known. So strangers keep nobody out, and a client that has shown who
 //! it is loses an idle connection only to others who have. The same for what calls cost before their callers are known: the stranger with
-//! the most of it goes.
+//! the most of it goes, and where known clients have more than half of it, a connection of the one with the most.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -142,11 +143,32 @@ impl Taken {
         self.unknown += bytes;
     }
 
+    /// The seat that makes room. Known clients have no more than half, so that there is always a stranger who has more than a newcomer;
+    /// however many connections a client has, it is the client with the most that gives way, and there the connection with the most.
+    fn greediest(&self, bounds: &Bounds) -> Option<(Stage, u64)> {
+        let [_, strangers, known] = &self.stages;
+        if known.values().map(|seat| seat.unknown()).sum::<usize>() <= bounds.unknown / 2 {
+            return Some((Stage::Greeted, most(strangers.iter())?));
+        }
+        let mut clients = HashMap::<String, usize>::new();
+        for seat in known.values() {
+            *clients.entry(seat.at.lock().2.clone()).or_default() += seat.unknown();
+        }
+        let (client, _) = clients.into_iter().max_by_key(|(_, bytes)| *bytes)?;
+        Some((Stage::Known, most(known.iter().filter(|(_, seat)| seat.at.lock().2 == client))?))
+    }
+
     fn give_back(&mut self, seat: &Seat, bytes: usize) {
         let bytes = bytes.min(seat.unknown());
         seat.unknown.fetch_sub(bytes, Ordering::Relaxed);
         self.unknown -= bytes;
     }
+}
+
+/// The age of the seat with the most, of equal ones the oldest.
+fn most<'s>(seats: impl Iterator<Item = (&'s u64, &'s Arc<Seat>)>) -> Option<u64> {
+    let (age, seat) = seats.max_by_key(|(age, seat)| (seat.unknown(), Reverse(**age)))?;
+    (seat.unknown() > 0).then_some(*age)
 }
 
 impl Seat {
@@ -204,8 +226,8 @@ impl Slot {
         }
     }
 
-    /// Counts bytes of a call whose caller is not known, to be given back. Where that makes too many, the stranger with the most goes,
-    /// of equal ones the oldest. False, and not counted, where that is this one, or where no stranger has any.
+    /// Counts bytes of a call whose caller is not known, to be given back. Where that makes too many, the greediest connection goes.
+    /// False, and not counted, where that is this one; if its client is known it stays all the same.
     pub fn hold(&self, bytes: usize) -> bool {
         let mut taken = self.slots.taken.lock();
         if self.seat.close.is_cancelled() {
@@ -213,11 +235,10 @@ impl Slot {
         }
         taken.hold(&self.seat, bytes);
         while taken.unknown > self.slots.bounds.unknown {
-            let strangers = taken.stages[Stage::Greeted as usize].iter().rev();
-            let most = strangers.max_by_key(|(_, seat)| seat.unknown());
-            match most.filter(|(_, seat)| seat.unknown() > 0).map(|(age, _)| *age) {
-                Some(age) => taken.close(Stage::Greeted, age),
-                None => {
+            let own = self.seat.at.lock().1;
+            match taken.greediest(&self.slots.bounds) {
+                Some((stage, age)) if stage != Stage::Known || age != own => taken.close(stage, age),
+                _ => {
                     taken.give_back(&self.seat, bytes);
                     return false;
                 }
@@ -296,8 +317,9 @@ mod tests {
         drop((strangers, another, second, third, carl, dora));
         assert!(slots.taken.lock().stages.iter().all(BTreeMap::is_empty));
     }
+
     #[test]
-    fn the_stranger_whose_calls_cost_most_goes_and_a_known_client_is_refused() {
+    fn the_stranger_whose_calls_cost_most_goes() {
         let slots = Slots::new(Bounds { stages: [9, 9, 9], each: 9, unknown: 10 });
         let closed = |slot: &Slot| slot.seat.close.is_cancelled();
         let [small, large, newcomer, known] = std::array::from_fn(|_| slots.enter());
@@ -316,5 +338,33 @@ mod tests {
         assert!(known.hold(10));
         known.give_back(10);
         assert_eq!(slots.taken.lock().unknown, 0);
+    }
+
+    /// One user without any right could hold all of it, on connections that were closed for nobody.
+    #[test]
+    fn known_clients_leave_half_of_it_to_strangers_and_the_greediest_gives_way() {
+        let slots = Slots::new(Bounds { stages: [9, 9, 9], each: 9, unknown: 12 });
+        let closed = |slots: &[Slot]| slots.iter().filter(|slot| slot.seat.close.is_cancelled()).count();
+        let greedy: Vec<_> = (0..4).map(|_| slots.enter()).collect();
+        // What it holds before it is known counts too.
+        for slot in &greedy {
+            slot.greeted();
+            assert!(slot.hold(3));
+            slot.known("greedy");
+        }
+        let others: Vec<_> = (0..4).map(|_| slots.enter()).collect();
+        others[0].known("modest");
+        assert!(others[0].hold(1) && closed(&greedy) == 1, "another known client");
+        others[1..].iter().for_each(Slot::greeted);
+        assert!(others[1].hold(2) && others[2].hold(1) && closed(&greedy) == 2, "strangers");
+        assert!(
+            !greedy[3].hold(9) && closed(&greedy[3..]) == 0,
+            "its own call is refused, and the rest goes on"
+        );
+        assert!(others[1].hold(2) && closed(&greedy) == 2 && closed(&others) == 0);
+        assert!(others[3].hold(1) && closed(&greedy) == 3 && closed(&others) == 0);
+        // They have no more than half, and strangers share the other.
+        assert!(others[3].hold(2) && others[2].hold(1) && closed(&greedy) == 3 && closed(&others[1..2]) == 1);
+        assert_eq!(slots.taken.lock().unknown, 9);
     }
 }

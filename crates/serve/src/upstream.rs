@@ -396,9 +396,7 @@ impl Permit {
                 None => break body.trailers().await.map_err(|error| self.error(error)),
             }
         };
-        // Whoever reads the end finds the permit free.
-        drop(self);
-        inbox.lock().add(|inbox| inbox.end = Some(end));
+        inbox.lock().add(|inbox| inbox.end = Some((end, self)));
     }
 
     fn error(&self, error: h2::Error) -> Error {
@@ -440,7 +438,9 @@ pub struct Answer {
 #[derive(Default)]
 struct Inbox {
     bytes: BytesMut,
-    end: Option<Result<Option<HeaderMap>, Error>>,
+    /// The end, and the permit with it: what waits here is charged to the window of the connection, which is as large as those of as
+    /// many streams as have permits.
+    end: Option<(Result<Option<HeaderMap>, Error>, Permit)>,
     reader: Option<Waker>,
 }
 
@@ -460,7 +460,8 @@ impl Answer {
     pub fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         let mut inbox = self.inbox.lock();
         if inbox.bytes.is_empty() {
-            return match inbox.end.take() {
+            // Whoever reads the end finds the permit free.
+            return match inbox.end.take().map(|(end, _)| end) {
                 Some(Ok(trailers)) => Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers)))),
                 Some(Err(error)) => Poll::Ready(Some(Err(error))),
                 None => {

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use csi_client::{Client, Message, Options, Question, RawStream, identity};
 use proto::BlockMetadataType;
+use proto::answers::Checked;
 use tonic::Status;
-use tonic::transport::Channel;
 
 /// Any CSI driver with a SnapshotMetadata service.
 #[derive(Clone)]
 pub struct Driver {
-    pub channel: Channel,
+    pub channel: Checked,
 }
 
 /// What tuples are asked for.

@@ -76,7 +76,7 @@ struct Differential {
     /// becomes `url-ready` when they are.
     #[arg(long, value_name = "AGE", default_value = "5m", value_parser = shell::age)]
     ready_timeout: Duration,
-    /// How long a page may take.
+    /// How long a page may take, and then its user to take it.
     #[arg(long, value_name = "AGE", default_value = "60s", value_parser = shell::age)]
     page_timeout: Duration,
     /// Blocks in a page at most, and where a request does not say how many.
@@ -112,7 +112,7 @@ struct Aggregated {
     /// Creates of one user at once, after a pause.
     #[arg(long, value_name = "COUNT", default_value = "40")]
     client_burst: NonZeroU32,
-    /// How long an answer may take.
+    /// How long an answer may take, and then its user to take it.
     #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]
     page_timeout: Duration,
     #[command(flatten)]
@@ -166,7 +166,7 @@ struct CbtHttp {
     /// How long a data token is good for, at most 1d.
     #[arg(long, value_name = "AGE", default_value = "5m", value_parser = data_token_ttl)]
     data_token_ttl: Duration,
-    /// How long a page may take.
+    /// How long a page may take, and then its reader to take it.
     #[arg(long, value_name = "AGE", default_value = "25s", value_parser = shell::age)]
     page_timeout: Duration,
     #[command(flatten)]

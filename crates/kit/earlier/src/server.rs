@@ -7,6 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use axum::body::{Body, Bytes};
+use axum::http::header;
+use axum::response::Response;
 use axum::{Extension, Router};
 use csi_client::identity;
 use futures_util::StreamExt;
@@ -15,6 +18,7 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use kube::Client;
+use parking_lot::Mutex;
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
 use serve::certificate::Certificate;
@@ -46,6 +50,9 @@ const DRAIN: Duration = Duration::from_secs(30);
 const CONNECTIONS: [usize; 3] = [1024, 256, 256];
 /// Connections at once of one user.
 const EACH: usize = 64;
+/// What waits in the transport for a client, in bytes: of a request, and the pieces that it gets.
+const WAITING: usize = 32 << 10;
+const PIECE: usize = 16 << 10;
 /// Requests at once on one connection.
 const CALLS_A_CONNECTION: u32 = 16;
 
@@ -213,6 +220,7 @@ async fn answer(
             .timer(TokioTimer::new())
             .keep_alive_interval(PATIENCE)
             .keep_alive_timeout(PATIENCE)
+            .max_send_buf_size(WAITING)
             .max_concurrent_streams(CALLS_A_CONNECTION);
         let served = builder.serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
         let served = graceful.watch(served.into_owned());
@@ -222,6 +230,38 @@ async fn answer(
             }
         });
     }
+}
+
+/// The answer, with what its request holds - a place, say - until the client has taken all of it but a piece. Where it has not in this
+/// time, what is left goes: a client that does not read would hold it for ever.
+pub async fn held_until_taken(answer: Response, held: impl Send + 'static, time: Duration) -> Response {
+    let (mut head, body) = answer.into_parts();
+    // It is in memory already.
+    let bytes = axum::body::to_bytes(body, usize::MAX).await.unwrap_or_default();
+    head.headers.insert(header::CONTENT_LENGTH, bytes.len().into());
+    let left = Arc::new(Mutex::new(Some((bytes, held))));
+    tokio::spawn({
+        let left = Arc::downgrade(&left);
+        async move {
+            tokio::time::sleep(time).await;
+            drop(left.upgrade().and_then(|left| left.lock().take()));
+        }
+    });
+    let mut is_over = false;
+    let pieces = std::iter::from_fn(move || {
+        let mut left = left.lock();
+        let Some((bytes, _)) = left.as_mut() else {
+            let is_late = !std::mem::replace(&mut is_over, true);
+            return is_late.then(|| Err("the client has not taken the answer in time"));
+        };
+        // Copied: a piece that waits in the transport must not keep the others.
+        let piece = Bytes::copy_from_slice(&bytes.split_to(PIECE.min(bytes.len())));
+        if bytes.is_empty() {
+            (is_over, *left) = (true, None);
+        }
+        Some(Ok(piece))
+    });
+    Response::from_parts(head, Body::from_stream(futures_util::stream::iter(pieces)))
 }
 
 /// Lets requests under way end, for a while.

@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use csi_client::identity;
+use proto::answers::Checked;
 use serve::upstream::{self, Answer, Upstream, WideWindows};
 use tokio::net::UnixStream;
 use tonic::codegen::http::response;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 /// What streams with wide windows may have sent ahead together, in bytes.
@@ -20,7 +20,7 @@ const WIDE_WINDOWS: usize = 8 << 20;
 pub struct Driver {
     path: PathBuf,
     /// For calls about the driver itself.
-    pub channel: Channel,
+    pub channel: Checked,
     upstream: Arc<Upstream>,
 }
 

@@ -12,6 +12,10 @@ use tracing::Span;
 
 use crate::driver;
 
+/// The most characters of a name and of a message that are written down: what clients send must not fill the queue of the log.
+const NAME: usize = 256;
+const MESSAGE: usize = 512;
+
 /// Names the metrics.
 pub fn describe() {
     describe_counter!("deltapath_gateway_rpc_total", "Completed calls, by method and gRPC code.");
@@ -85,19 +89,19 @@ impl Record {
 
     /// What the call is about.
     pub fn about(&mut self, namespace: &str, snapshot: &str, base: Option<&str>) {
-        self.span.record("namespace", cut(namespace));
-        self.span.record("snapshot", cut(snapshot));
-        self.line.namespace = cut(namespace).to_owned();
-        self.line.snapshot = cut(snapshot).to_owned();
+        self.span.record("namespace", cut(namespace, NAME));
+        self.span.record("snapshot", cut(snapshot, NAME));
+        self.line.namespace = cut(namespace, NAME).to_owned();
+        self.line.snapshot = cut(snapshot, NAME).to_owned();
         if let Some(base) = base {
-            self.span.record("base", cut(base));
-            self.line.base = Some(cut(base).to_owned());
+            self.span.record("base", cut(base, NAME));
+            self.line.base = Some(cut(base, NAME).to_owned());
         }
     }
 
     /// Who calls.
     pub fn by(&mut self, user: &str) {
-        cut(user).clone_into(&mut self.line.user);
+        cut(user, NAME).clone_into(&mut self.line.user);
     }
 
     /// The span of the call, for what is done on its behalf.
@@ -130,7 +134,7 @@ impl serve::streams::Record for Record {
         let line = Line {
             time: jiff::Timestamp::now().to_string(),
             code,
-            message: status.message().to_owned(),
+            message: cut(status.message(), MESSAGE).to_owned(),
             milliseconds: elapsed.as_millis() as u64,
             ..std::mem::take(&mut self.line)
         };
@@ -159,9 +163,9 @@ impl Drop for Record {
     }
 }
 
-/// A name for the log, cut where a client sends something absurd.
-fn cut(text: &str) -> &str {
-    match text.char_indices().nth(256) {
+/// The beginning of a text that may be absurdly long.
+pub fn cut(text: &str, characters: usize) -> &str {
+    match text.char_indices().nth(characters) {
         None => text,
         Some((at, _)) => &text[..at],
     }

@@ -1,22 +1,34 @@
 //! Starts what the gateway consists of, and stops it.
 
 use std::error::Error;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use csi_client::identity;
+use futures_util::StreamExt;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use kube::Client;
 use metrics::gauge;
 use serve::certificate::Certificate;
 use serve::lease::{Lease, Times};
-use serve::listen::{self, Limits};
+use serve::listen::{self, Connection, Limits};
 use serve::program::{self, Stop};
 use serve::reviews::Reviews;
 use serve::streams::Streams;
 use tokio::task::JoinSet;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::body::Body;
+use tonic::codegen::http::Request;
 use tonic::server::NamedService;
-use tonic::transport::Server;
+use tonic::service::Routes;
+use tonic::transport::server::Connected;
+use tower::ServiceExt;
 
 use crate::Arguments;
 use crate::certificates::{Certificates, Lifetimes};
@@ -37,6 +49,9 @@ const CALLS_A_CONNECTION: u32 = 100;
 const MAX_HEAD: u32 = 8 << 10;
 /// Bytes of requests that a connection, and a call on it, may send before they are read.
 const WINDOW: u32 = 64 << 10;
+
+/// The most bytes of a stream that wait for a client that does not read its socket, beside a piece of the driver's answer.
+const WAITING: usize = 32 << 10;
 
 /// What the gateway needs to answer.
 #[derive(Debug)]
@@ -129,22 +144,20 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let config = ready.certificate.clone().server_config();
     let limits = listen_limits(arguments.max_streams, arguments.max_streams_per_client);
     let connections = listen::tls(listener, move || Some(config.clone()), limits);
-    let server = Server::builder()
-        .http2_keepalive_interval(Some(KEEPALIVE))
-        .http2_keepalive_timeout(Some(KEEPALIVE))
-        .http2_max_header_list_size(Some(MAX_HEAD))
-        .initial_connection_window_size(WINDOW)
-        .initial_stream_window_size(WINDOW)
-        .max_concurrent_streams(Some(CALLS_A_CONNECTION))
-        .add_service(Health(health_service))
-        .add_service(SnapshotMetadata(Arc::new(gateway)))
-        .serve_with_incoming_shutdown(connections, async {
-            stop.asked().await;
-            ready.is_stopping.store(true, Ordering::Relaxed);
-            tracing::info!("draining");
-        });
+    let services =
+        Routes::new(Health(health_service)).add_service(SnapshotMetadata(Arc::new(gateway))).prepare();
+    let graceful = GracefulShutdown::new();
+    let server = async {
+        tokio::select! {
+            () = answer(connections, services, &graceful) => {}
+            () = stop.asked() => {}
+        }
+        ready.is_stopping.store(true, Ordering::Relaxed);
+        tracing::info!("draining");
+        graceful.shutdown().await;
+    };
     tokio::select! {
-        served = server => served?,
+        () = server => {}
         _ = tasks.join_next() => return Err("a task of the gateway ended unexpectedly: see the log".into()),
         () = async {
             stop.asked().await;
@@ -153,6 +166,40 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Answers calls until there are no more connections.
+async fn answer(
+    mut connections: ReceiverStream<io::Result<Connection>>,
+    services: Routes,
+    graceful: &GracefulShutdown,
+) {
+    // Not tonic's server, which cannot bound what waits for clients.
+    let mut builder = auto::Builder::new(TokioExecutor::new()).http2_only();
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(KEEPALIVE)
+        .keep_alive_timeout(KEEPALIVE)
+        .max_header_list_size(MAX_HEAD)
+        .initial_connection_window_size(WINDOW)
+        .initial_stream_window_size(WINDOW)
+        .max_concurrent_streams(CALLS_A_CONNECTION)
+        .max_send_buf_size(WAITING);
+    while let Some(Ok(connection)) = connections.next().await {
+        let calls = connection.connect_info();
+        let services = services.clone().map_request(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(calls.clone());
+            request.map(Body::new)
+        });
+        let served = builder.serve_connection(TokioIo::new(connection), TowerToHyperService::new(services));
+        let served = graceful.watch(served.into_owned());
+        tokio::spawn(async move {
+            if let Err(error) = served.await {
+                tracing::debug!(error, "a connection ended");
+            }
+        });
+    }
 }
 
 /// Room for every stream, and for idle connections beside them.

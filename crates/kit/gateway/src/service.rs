@@ -28,7 +28,7 @@ use tracing::Instrument;
 use crate::api;
 use crate::driver::Driver;
 use crate::objects::{self, Objects, SnapshotName};
-use crate::record::Record;
+use crate::record::{self, Record};
 use crate::resolve::{self, SecretName};
 use proto::kubernetes;
 
@@ -133,8 +133,10 @@ impl Question {
         // They become parts of paths of the Kubernetes API.
         for (field, value, max) in [("namespace", namespace, NAMESPACE_MAX), (snapshot, name, NAME_MAX)] {
             if !is_object_name(value, max) {
+                // Not all of it: whoever sends it need not read the answer, which waits here until then.
                 return Err(Status::invalid_argument(format!(
-                    "{field} must be the name of a Kubernetes object, got {value:?}"
+                    "{field} must be the name of a Kubernetes object, got {:?}",
+                    record::cut(value, 64)
                 )));
             }
         }
@@ -423,7 +425,7 @@ mod tests {
         };
         assert!(good().check().is_ok());
         type Spoil = fn(&mut Question);
-        let table: [(Spoil, Code, &str); 9] = [
+        let table: [(Spoil, Code, &str); 10] = [
             (|q| q.token.clear(), Code::InvalidArgument, "security_token"),
             (|q| q.target.namespace.clear(), Code::InvalidArgument, "namespace"),
             (|q| q.target.name.clear(), Code::InvalidArgument, "target_snapshot_name"),
@@ -431,6 +433,7 @@ mod tests {
             (|q| q.target.name = "../secrets".into(), Code::InvalidArgument, "target_snapshot_name"),
             (|q| q.target.namespace = "a/b".into(), Code::InvalidArgument, "namespace"),
             (|q| q.target.name = "a?b".into(), Code::InvalidArgument, "target_snapshot_name"),
+            (|q| q.target.name = "\x01".repeat(32_700), Code::InvalidArgument, "target_snapshot_name"),
             (|q| q.max_results = -1, Code::InvalidArgument, "max_results"),
             (|q| q.starting_offset = -1, Code::OutOfRange, "starting_offset"),
         ];
@@ -440,6 +443,7 @@ mod tests {
             let status = question.check().expect_err(field);
             assert_eq!(status.code(), code, "{field}");
             assert!(status.message().contains(field), "{}", status.message());
+            assert!(status.message().len() < 1000, "{}", status.message());
         }
     }
 }

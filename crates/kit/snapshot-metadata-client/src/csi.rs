@@ -5,9 +5,10 @@ use std::fmt;
 use std::path::PathBuf;
 
 use hyper_util::rt::TokioIo;
+use proto::answers::Checked;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use tokio::net::UnixStream;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Endpoint, Uri};
 
 use crate::error::Error;
 use crate::query::{Policy, Query};
@@ -36,7 +37,7 @@ impl Socket {
         }
     }
 
-    async fn connect(&self, policy: &Policy) -> Result<Channel, Error> {
+    async fn connect(&self, policy: &Policy) -> Result<Checked, Error> {
         let path = self.path.clone();
         let connector = tower::service_fn(move |_: Uri| {
             let path = path.clone();
@@ -44,7 +45,7 @@ impl Socket {
         });
         // The address is not used: the connector always takes the socket.
         let endpoint = configured(Endpoint::from_static("http://localhost"), policy);
-        endpoint.connect_with_connector(connector).await.map_err(|source| Error::Connect {
+        endpoint.connect_with_connector(connector).await.map(Checked).map_err(|source| Error::Connect {
             to: format!("unix://{}", self.path.display()),
             source: source.into(),
         })

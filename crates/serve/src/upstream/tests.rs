@@ -164,6 +164,29 @@ async fn streams_that_nobody_reads_keep_their_windows_and_hold_up_no_other() {
     assert_eq!(server.connections.load(Ordering::Relaxed), 1);
 }
 
+/// What has come whole and waits for its reader is charged to the connection too: after 256 such answers no other got a byte.
+#[tokio::test]
+async fn answers_that_have_ended_and_are_not_read_hold_up_no_other() {
+    let (server, upstream) = (Server::new(|builder| builder), narrow());
+    let mut unread = Vec::new();
+    for _ in 0..2 * STREAMS {
+        unread.push(server.ask(&upstream, &format!("/{NARROW}/{NARROW}")).await.expect("a head").1);
+    }
+    let sent = server.sent_when_quiet().await;
+    assert!(sent.iter().all(|sent| *sent == NARROW as usize), "{sent:?}");
+    let (_, other) = server.ask(&upstream, "/1000000/10000").await.expect("a head");
+    let other = timeout(Duration::from_secs(10), read_whole(other)).await.expect("it comes");
+    assert_eq!(other.expect("an answer"), 1_000_000);
+    // Given up or read, they leave room for others.
+    unread.truncate(STREAMS);
+    for answer in unread {
+        assert_eq!(read_whole(answer).await.expect("an answer"), NARROW as usize);
+    }
+    let streams =
+        || upstream.open.lock().iter().map(|one| one.state.streams.load(Ordering::Relaxed)).sum::<usize>();
+    assert_eq!(streams(), 0);
+}
+
 #[tokio::test]
 async fn wide_windows_are_given_back() {
     let (server, windows) = (Server::new(|builder| builder), WideWindows::of(2 * WIDE as usize));

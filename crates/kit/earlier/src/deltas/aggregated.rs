@@ -48,7 +48,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         callers,
         users: api::bound(arguments.client_qps, arguments.client_burst),
         max_entries: arguments.max_entries,
-        places: Semaphore::new(usize::from(common.max_requests)),
+        places: Arc::new(Semaphore::new(usize::from(common.max_requests))),
         timeout: arguments.page_timeout,
     });
     server.tasks.spawn({

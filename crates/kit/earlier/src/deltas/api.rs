@@ -23,7 +23,7 @@ use serve::listen::Calls;
 use serve::questions::{ask, away};
 use serve::reviews::{Caller, Object, Reviews};
 use serve::snapshots::{self, Refusal as Unusable, SnapshotName};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::{Code, Status};
 
 use super::discovery::{self, Callers};
@@ -36,7 +36,7 @@ use super::resource::{
 use super::wire;
 use crate::page_token::PageToken;
 use crate::refusal::Refusal;
-use crate::server::{ClientCertificates, METRICS};
+use crate::server::{ClientCertificates, METRICS, held_until_taken};
 
 /// Longest object, in bytes.
 const MAX_OBJECT: usize = 1 << 20;
@@ -57,7 +57,7 @@ pub struct Api {
     /// Entries in an answer at most.
     pub max_entries: u32,
     /// Creates at once.
-    pub places: Semaphore,
+    pub places: Arc<Semaphore>,
     /// How long an answer may take.
     pub timeout: Duration,
 }
@@ -154,7 +154,7 @@ async fn create(
         Err(Status::deadline_exceeded(message).into())
     });
     let code = answer.as_ref().map_or_else(|refusal| refusal.code, |_| StatusCode::CREATED);
-    let state = answer.as_ref().map_or("", |(object, _)| match object["status"]["state"].as_u64() {
+    let state = answer.as_ref().map_or("", |(object, ..)| match object["status"]["state"].as_u64() {
         Some(0) => "completed",
         Some(1) => "continue",
         _ => "failed",
@@ -162,19 +162,19 @@ async fn create(
     metrics::counter!("cbt_earlier_deltas_total", "code" => code.as_str().to_owned(), "state" => state)
         .increment(1);
     match answer {
-        Ok((object, warnings)) => {
+        Ok((object, warnings, place)) => {
             let mut response = format.write(code, &object);
             for (name, value) in warnings.iter().filter_map(|text| warning(text)) {
                 response.headers_mut().append(name, value);
             }
-            response
+            held_until_taken(response, place, api.timeout).await
         }
         Err(refusal) => format.refuse(&refusal),
     }
 }
 
 impl Api {
-    /// The checks in their order, and then the answer; with it, warnings.
+    /// The checks in their order, and then the answer; with it, warnings and its place.
     async fn create(
         &self,
         caller: &Caller,
@@ -182,7 +182,7 @@ impl Api {
         queries: &HashMap<String, String>,
         headers: &HeaderMap,
         body: Result<Bytes, BytesRejection>,
-    ) -> Result<(Value, Vec<String>), Refusal> {
+    ) -> Result<(Value, Vec<String>, OwnedSemaphorePermit), Refusal> {
         // 1. Not too often.
         if let Err(until) = self.users.check_key(&caller.name().to_owned()) {
             let seconds = until.wait_time_from(DefaultClock::default().now()).as_secs().max(1);
@@ -192,7 +192,7 @@ impl Api {
             });
         }
         let busy = |_| Status::resource_exhausted("too many requests at once: try again");
-        let _place = self.places.try_acquire().map_err(busy)?;
+        let place = self.places.clone().try_acquire_owned().map_err(busy)?;
         // 2. Whether they may create such objects there.
         let object = |subresource| Object {
             group: GROUP,
@@ -265,7 +265,7 @@ impl Api {
             }
             Err(error) => fail(&mut answer, error),
         }
-        Ok((resource::answer(delta, namespace, &answer), warnings))
+        Ok((resource::answer(delta, namespace, &answer), warnings, place))
     }
 
     /// Whether the answer may have data tokens. A right to know which blocks changed is none to read them.

@@ -19,6 +19,7 @@ use csi_client::identity;
 use futures_util::StreamExt;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
+use proto::answers::Checked;
 use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use proto::deltas::snapshot_deltas_server::SnapshotDeltasServer;
@@ -26,10 +27,10 @@ use serde_json::{Value, json};
 use serve::listen::{Calls, OpenCall};
 use serve::questions::ask;
 use serve::reviews::{Object, Reviews};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::io::ReaderStream;
-use tonic::transport::{Channel, Server as Grpc};
+use tonic::transport::Server as Grpc;
 use tonic::{Code, Status};
 
 use super::discovery::{self, DATA, DriverDiscovery};
@@ -40,7 +41,7 @@ use crate::CbtHttp as Arguments;
 use crate::driver::{Blocks, Driver};
 use crate::refusal::Refusal;
 use crate::request::bearer;
-use crate::server::{METRICS, Ready, Server};
+use crate::server::{METRICS, Ready, Server, held_until_taken};
 
 /// Where pages are asked for.
 pub const PATH: &str = "/v1alpha1/deltas";
@@ -59,11 +60,11 @@ struct Sidecar {
     reviews: Reviews,
     audience: String,
     driver_name: String,
-    lists: SnapshotDeltasClient<Channel>,
+    lists: SnapshotDeltasClient<Checked>,
     driver: Driver,
     data: Option<(Tokens, Data)>,
     page_timeout: Duration,
-    places: Semaphore,
+    places: Arc<Semaphore>,
 }
 
 fn router(sidecar: Arc<Sidecar>) -> Router {
@@ -85,19 +86,16 @@ async fn page(
     request: Request,
 ) -> Response {
     let open = calls.open();
-    let answer = match sidecar.places.try_acquire() {
-        Ok(_place) => {
-            let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request, &open)).await;
-            page.unwrap_or_else(|_| {
-                Err(Status::deadline_exceeded("the page took too long: request fewer entries"))
-            })
-        }
-        Err(_) => Err(Status::resource_exhausted("too many requests at once: try again")),
-    };
+    let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request, &calls, &open)).await;
+    let answer = page
+        .unwrap_or_else(|_| Err(Status::deadline_exceeded("the page took too long: request fewer entries")));
     let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
     metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
     match answer {
-        Ok(page) => ([(header::CACHE_CONTROL, "no-store")], Json(page)).into_response(),
+        Ok((page, place)) => {
+            let page = ([(header::CACHE_CONTROL, "no-store")], Json(page)).into_response();
+            held_until_taken(page, (place, open), sidecar.page_timeout).await
+        }
         Err(status) => Refusal::from(status).into_response(),
     }
 }
@@ -129,13 +127,22 @@ async fn data(
 impl Sidecar {
     /// Only who may create the subresource of this driver's DriverDiscovery gets a page: handles say nothing of whose they
     /// are, so the aggregated API server alone should have that right.
-    async fn page(&self, request: Request, open: &OpenCall) -> Result<wire::Response, Status> {
+    async fn page(
+        &self,
+        request: Request,
+        calls: &Calls,
+        open: &OpenCall,
+    ) -> Result<(wire::Response, OwnedSemaphorePermit), Status> {
         let (head, body) = request.into_parts();
         let token = bearer(&head.headers).ok_or_else(|| {
             Status::unauthenticated("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
+        let held = calls.hold()?;
         let caller = self.reviews.caller(token, &self.audience).await?;
         open.known(caller.name());
+        let busy = |_| Status::resource_exhausted("too many requests at once: try again");
+        let place = self.places.clone().try_acquire_owned().map_err(busy)?;
+        drop(held);
         let object = Object {
             group: discovery::GROUP,
             version: discovery::VERSION,
@@ -155,7 +162,7 @@ impl Sidecar {
         let request: wire::Request = serde_json::from_slice(&body)
             .map_err(|error| Status::invalid_argument(format!("invalid request: {error}")))?;
         let page = self.lists.clone().list_snapshot_deltas(ListSnapshotDeltasRequest::from(request)).await?;
-        Ok(page.into_inner().into())
+        Ok((page.into_inner().into(), place))
     }
 
     async fn read(
@@ -233,7 +240,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
             .max_decoding_message_size(MAX_MESSAGE),
         data: tokens.map(|tokens| (tokens, Data(arguments.snapshot_data))),
         page_timeout: arguments.page_timeout,
-        places: Semaphore::new(usize::from(common.max_requests)),
+        places: Arc::new(Semaphore::new(usize::from(common.max_requests))),
     });
     let work = move || publisher.clone().run();
     server.serve_elected(ready, lease, work, router(sidecar), "cbt-http").await

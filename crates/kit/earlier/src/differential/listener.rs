@@ -15,6 +15,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kube::{Api, Client};
 use parking_lot::Mutex;
+use proto::answers::Checked;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::differential::{DifferentialSnapshotRequest, DifferentialSnapshotResponse};
 use serde::{Deserialize, Serialize};
@@ -22,13 +23,12 @@ use serve::listen::{Calls, OpenCall};
 use serve::questions::{ask, away};
 use serve::reviews::{Object, Reviews};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
-use tokio::sync::Semaphore;
-use tonic::transport::Channel;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::{Code, Status};
 
 use crate::refusal::Refusal;
 use crate::request::bearer;
-use crate::server::METRICS;
+use crate::server::{METRICS, held_until_taken};
 
 use super::resource::{self, DifferentialSnapshot, GROUP, PLURAL, Pair, Unresolved, VERSION};
 
@@ -42,24 +42,27 @@ pub struct Listener {
     /// The CSI driver whose snapshots it answers for.
     pub driver_name: String,
     /// Where the pages come from.
-    pub pages: DifferentialSnapshotClient<Channel>,
+    pub pages: DifferentialSnapshotClient<Checked>,
     /// How long a page may take.
     pub page_timeout: Duration,
     /// Requests at once.
-    pub places: Semaphore,
+    pub places: Arc<Semaphore>,
     /// Requests at once of one user.
     pub each: usize,
     /// How many each user has under way.
     pub under_way: Mutex<HashMap<String, usize>>,
 }
 
+/// The places of a request: among those of its user, and among all.
+type Places = (OfUser, OwnedSemaphorePermit);
+
 /// A request of a known user, until it is dropped.
-struct OfUser<'l> {
-    listener: &'l Listener,
+struct OfUser {
+    listener: Arc<Listener>,
     user: String,
 }
 
-impl Drop for OfUser<'_> {
+impl Drop for OfUser {
     fn drop(&mut self) {
         let mut under_way = self.listener.under_way.lock();
         if let Entry::Occupied(mut own) = under_way.entry(std::mem::take(&mut self.user)) {
@@ -131,11 +134,7 @@ async fn page(
     headers: HeaderMap,
 ) -> Response {
     let open = calls.open();
-    let Ok(_place) = listener.places.try_acquire() else {
-        let refused = Status::resource_exhausted("too many requests at once: try again");
-        return Refusal::from(refused).into_response();
-    };
-    let answer = listener.page(&namespace, &name, asked, &headers, &open);
+    let answer = listener.clone().page(&namespace, &name, asked, &headers, (&calls, &open));
     let answer = tokio::time::timeout(listener.page_timeout, answer).await;
     let answer = answer.unwrap_or_else(|_| {
         Err(Status::deadline_exceeded("the page has taken too long: try again, or ask for fewer entries"))
@@ -143,14 +142,19 @@ async fn page(
     let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
     metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
     match answer {
-        Ok(page) => ([(header::CACHE_CONTROL, "no-store")], Json(Page::from(page))).into_response(),
+        Ok((page, places)) => {
+            let page = ([(header::CACHE_CONTROL, "no-store")], Json(Page::from(page))).into_response();
+            held_until_taken(page, (places, open), listener.page_timeout).await
+        }
         Err(status) => Refusal::from(status).into_response(),
     }
 }
 
 impl Listener {
     /// One user does not take all places of the others.
-    fn enter(&self, user: &str) -> Result<OfUser<'_>, Status> {
+    fn enter(self: &Arc<Self>, user: &str) -> Result<Places, Status> {
+        let busy = |_| Status::resource_exhausted("too many requests at once: try again");
+        let place = self.places.clone().try_acquire_owned().map_err(busy)?;
         let mut under_way = self.under_way.lock();
         let own = under_way.entry(user.to_owned()).or_default();
         if *own >= self.each {
@@ -158,25 +162,27 @@ impl Listener {
             return Err(Status::resource_exhausted(message));
         }
         *own += 1;
-        Ok(OfUser { listener: self, user: user.to_owned() })
+        Ok((OfUser { listener: self.clone(), user: user.to_owned() }, place))
     }
 
-    /// The checks in their order, and then the page.
+    /// The checks in their order, and then the page, with its places.
     async fn page(
-        &self,
+        self: Arc<Self>,
         namespace: &str,
         name: &str,
         asked: Result<Query<Asked>, QueryRejection>,
         headers: &HeaderMap,
-        open: &OpenCall,
-    ) -> Result<DifferentialSnapshotResponse, Status> {
-        // 1. Who calls. The design wants 403 where there is no token.
+        (calls, open): (&Calls, &OpenCall),
+    ) -> Result<(DifferentialSnapshotResponse, Places), Status> {
+        // 1. Who calls: a place is not for strangers. The design wants 403 where there is no token.
         let token = bearer(headers).ok_or_else(|| {
             Status::permission_denied("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
+        let held = calls.hold()?;
         let caller = self.reviews.caller(token, &self.audience).await?;
         open.known(caller.name());
-        let _of_user = self.enter(caller.name())?;
+        let places = self.enter(caller.name())?;
+        drop(held);
         // 2. Whether they may get the object. The names become parts of a path of the Kubernetes API.
         if !is_object_name(namespace, NAMESPACE_MAX) || !is_object_name(name, NAME_MAX) {
             return Err(Status::not_found("the path does not name a Kubernetes object"));
@@ -217,6 +223,6 @@ impl Listener {
             parameters: object.spec.parameters.into_iter().collect(),
         };
         let page = self.pages.clone().get_differential_snapshot(request).await;
-        page.map(tonic::Response::into_inner)
+        Ok((page?.into_inner(), places))
     }
 }

@@ -59,7 +59,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         driver_name,
         pages: DifferentialSnapshotClient::new(identity::lazy_channel(socket)),
         page_timeout: arguments.page_timeout,
-        places: Semaphore::new(usize::from(common.max_requests)),
+        places: Arc::new(Semaphore::new(usize::from(common.max_requests))),
         each: usize::from(common.max_requests).div_ceil(2),
         under_way: Default::default(),
     });

@@ -253,6 +253,65 @@ pub async fn requests_at_once_are_bounded(world: World) {
     assert_eq!(program.get(&url, Some(&token)).await.0, 504);
 }
 
+/// Bad tokens took the places of users while they were looked at.
+pub async fn strangers_take_no_places(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    world.ask_of_two().await;
+    let (program, token, url) = world.serves("walk", &["--max-requests=1"]).await;
+    let strangers = (0..20).map(|number| {
+        let (program, url) = (&program, &url);
+        async move { program.get(url, Some(&format!("no token {number}"))).await.0 }
+    });
+    let (answered, strangers) =
+        tokio::join!(program.get(&url, Some(&token)), futures_util::future::join_all(strangers));
+    assert_eq!((answered.0, strangers), (200, vec![401; 20]));
+}
+
+/// Pages that nobody took stayed in memory while their places were free again, however many there were.
+pub async fn a_page_that_is_not_taken_keeps_its_place_for_a_time(world: World) {
+    // A page of over 100 KB.
+    let blocks = 2000;
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::pair(vec![7; blocks], vec![8; blocks]));
+    world.ask_of_two().await;
+    let (program, token, url) = world.serves("walk", &["--max-requests=1", "--page-timeout=5s"]).await;
+    let get = async || program.get(&url, Some(&token)).await.0;
+    assert_eq!(get().await, 200);
+    let ask = async |window: u32| {
+        let mut client = h2::client::Builder::new();
+        let stream = program.connect(&["h2"]).await;
+        let (mut client, connection) = client
+            .initial_window_size(window)
+            .handshake::<_, axum::body::Bytes>(stream)
+            .await
+            .expect("a handshake");
+        tokio::spawn(connection);
+        let request = axum::http::Request::get(&url).header("authorization", format!("Bearer {token}"));
+        let (answer, _) = client.send_request(request.body(()).expect("a request"), true).expect("send");
+        let answer = answer.await.expect("an answer");
+        assert_eq!(answer.status(), 200);
+        (client, answer.into_body())
+    };
+    for window in [100, 50_000] {
+        let (client, mut body) = ask(window).await;
+        assert_eq!(get().await, 429, "a window of {window}");
+        // What was sent ahead comes, and then that it is too late.
+        tokio::time::sleep(std::time::Duration::from_secs(6)).await;
+        assert_eq!(get().await, 200, "a window of {window}");
+        let mut taken = 0;
+        let end = loop {
+            match body.data().await {
+                Some(Ok(data)) => {
+                    taken += data.len();
+                    body.flow_control().release_capacity(data.len()).expect("as much as came");
+                }
+                end => break end,
+            }
+        };
+        assert!(matches!(end, Some(Err(_))) && taken < 100_000, "{end:?} after {taken} bytes");
+        drop(client);
+    }
+}
+
 pub async fn one_user_does_not_take_the_places_of_others(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
     world.snapshot("slow", "slow").await;

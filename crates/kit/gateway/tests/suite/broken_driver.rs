@@ -2,19 +2,23 @@
 
 use std::time::Duration;
 
-use testkit::gateway::world::{World, code};
+use testkit::gateway::world::{World, code, eventually};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 use tonic::Code;
 
+/// `:status` 200.
+const OK: &[u8] = b"\x88";
+
 /// A frame of HTTP/2, of no call yet.
-fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
+pub fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
     let length = (payload.len() as u32).to_be_bytes();
     [&length[1..], &[kind, flags, 0, 0, 0, 0], payload].concat()
 }
 
-fn head(block: &[u8]) -> Vec<u8> {
+pub fn head(block: &[u8]) -> Vec<u8> {
     frame(1, 4, block)
 }
 
@@ -23,7 +27,7 @@ fn last(block: &[u8]) -> Vec<u8> {
 }
 
 /// Fields that are not indexed, nor packed.
-fn fields(fields: &[(&str, &str)]) -> Vec<u8> {
+pub fn fields(fields: &[(&str, &str)]) -> Vec<u8> {
     let text = |text: &str| [&[text.len() as u8], text.as_bytes()].concat();
     fields.iter().flat_map(|(name, value)| [vec![0], text(name), text(value)].concat()).collect()
 }
@@ -50,8 +54,40 @@ async fn answer(mut stream: UnixStream, answer: Vec<Vec<u8>>) -> std::io::Result
     }
 }
 
+/// A driver that answers so.
+fn answers(world: &World, frames: Vec<Vec<u8>>) -> JoinHandle<()> {
+    let socket = UnixListener::bind(world.socket()).expect("bind");
+    tokio::spawn(async move {
+        let mut connections = JoinSet::new();
+        while let Ok((stream, _)) = socket.accept().await {
+            connections.spawn(answer(stream, frames.clone()));
+        }
+    })
+}
+
+/// tonic panics at such details, and with its name and its readiness the gateway asks the driver by tonic.
+pub async fn a_driver_whose_status_cannot_be_read_is_asked_again(world: World) {
+    let status = [("grpc-status", "9"), ("grpc-message", "asleep"), ("grpc-status-details-bin", "***")];
+    let broken = vec![last(&[OK, &fields(&status)].concat())];
+    let driver = answers(&world, broken.clone());
+    let mut gateway = world.gateway_with(&[], None, "info").await;
+    let is_asked = async || gateway.running.log().contains("asleep");
+    eventually("it asks for the name", is_asked).await;
+    driver.abort();
+    std::fs::remove_file(world.socket()).expect("remove");
+    let (driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
+    gateway.ready().await;
+    assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
+    drop(driver);
+    let driver = answers(&world, broken);
+    // Its tasks end with it where one of them does.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(gateway.running.is_alive());
+    assert_eq!(gateway.metric("deltapath_gateway_driver_ready").await, 0.0);
+    driver.abort();
+}
+
 pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: World) {
-    const OK: &[u8] = b"\x88";
     let (_driver, ns, token) = world.with_snapshot("monday", "plain-1").await;
     let mut gateway = world.gateway(&[]).await;
     gateway.ready().await;
@@ -78,13 +114,7 @@ pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: 
         (said(&[("grpc-status", "9"), ("grpc-message", "a%FFb")]), Code::FailedPrecondition, "a\u{fffd}b"),
         (said(&[("grpc-status", "9"), ("grpc-status-details-bin", "***")]), Code::FailedPrecondition, ""),
     ] {
-        let socket = UnixListener::bind(world.socket()).expect("bind");
-        let driver = tokio::spawn(async move {
-            let mut connections = tokio::task::JoinSet::new();
-            while let Ok((stream, _)) = socket.accept().await {
-                connections.spawn(answer(stream, frames.clone()));
-            }
-        });
+        let driver = answers(&world, frames);
         let before = gateway.peak();
         for _ in 0..3 {
             let mut client = gateway.client().await;

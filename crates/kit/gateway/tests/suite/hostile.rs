@@ -37,7 +37,7 @@ pub fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
 }
 
 /// A TLS connection that the test speaks on byte by byte.
-async fn tls(gateway: &Gateway) -> tokio_rustls::client::TlsStream<TcpStream> {
+pub async fn tls(gateway: &Gateway) -> tokio_rustls::client::TlsStream<TcpStream> {
     let (config, name) = hello(gateway);
     let stream = TcpStream::connect(("127.0.0.1", gateway.port)).await.expect("connect");
     tokio_rustls::TlsConnector::from(config).connect(name, stream).await.expect("a handshake")
@@ -75,6 +75,12 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
     hello.extend([0x00, 0x00, 0x04, 0xc0, 0x13, 0x00, 0x2f, 0x01, 0x00]);
     let took = until_closed(&gateway, &hello).await;
     assert!(took < Duration::from_secs(5), "an old version waits for {took:?}");
+    // The first two records of a ClientHello of nearly 64 KiB: so much is not kept for a stranger.
+    let record = [&[0x16, 0x03, 0x01, 0x40, 0x00][..], &[7; 0x4000]].concat();
+    let mut hello = record.repeat(2);
+    hello[5..11].copy_from_slice(&[0x01, 0x00, 0xff, 0xf0, 0x03, 0x03]);
+    let took = until_closed(&gateway, &hello).await;
+    assert!(took < Duration::from_secs(5), "a long hello waits for {took:?}");
     // Bytes without sense, in TLS and before it.
     let mut random = vec![0; 64 << 10];
     fastrand::Rng::with_seed(7).fill(&mut random);
@@ -154,6 +160,13 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     // A request of which the head arrives and nothing more.
     let status = tokio::time::timeout(HANGS, call(&gateway, ALLOCATED, never())).await.expect("it ends");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+    // Nine times as long where it is quoted and percent-encoded.
+    let refused = gateway.client().await.allocated("t", &"\x01".repeat(32_700), "m").await;
+    let (answered, said) = refused.expect_err("that is no name");
+    assert!(answered == Code::InvalidArgument && said.len() < 1000, "{answered:?} in {} bytes", said.len());
+    let audit = gateway.audit();
+    let written = audit.iter().filter_map(|line| line.get("message")?.as_str()).map(str::len).max();
+    assert!(written.is_some_and(|longest| longest < 1000), "{written:?} bytes in a line");
     let grown = gateway.peak().saturating_sub(before);
     assert!(grown < 32 << 20, "it took {grown} bytes");
     assert!(driver.seen.allocated.lock().is_empty(), "something reached the driver");

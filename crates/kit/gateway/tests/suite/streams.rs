@@ -4,13 +4,16 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataAllocatedResponse};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tonic::{Code, Request, Streaming};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
+use crate::broken_driver::{fields, frame, head};
 use crate::driver::{Driver, MESSAGES, TUPLES};
+use crate::hostile::{ALLOCATED, tls};
 use crate::world::{Client, HOST, World, about, code, eventually, said};
 
 async fn open(
@@ -153,6 +156,54 @@ pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: Wor
     assert!(reading.await.expect("the reader") > 100);
     assert!(!patient.is_finished(), "a stream was ended whose client waits for the driver");
     patient.abort();
+}
+
+/// In the transport each of their streams took 400 KiB.
+pub async fn clients_that_stop_reading_their_sockets_take_a_bounded_memory(world: World) {
+    const CALLS: u32 = 100;
+    let (_driver, ns, token) = world.with_snapshot("snapshot", "endless-1").await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    drop(begun(&mut client, &token, &ns, "snapshot").await);
+    let before = gateway.memory();
+    let request = serve::relay::frame(&about(&token, &ns, "snapshot"));
+    let call = |number: u32| {
+        let block = fields(&[(":path", ALLOCATED), ("content-type", "application/grpc")]);
+        let mut frames = [head(&[b"\x83\x87", &block[..]].concat()), frame(0, 1, &request)];
+        frames.iter_mut().for_each(|frame| frame[5..9].copy_from_slice(&(2 * number + 1).to_be_bytes()));
+        frames.concat()
+    };
+    let (mut stalled, mut open) = (Vec::new(), 0.0);
+    for _ in 0..2 {
+        let (mut from, mut to) = tokio::io::split(tls(&gateway).await);
+        // Its window for requests is no larger than those of a batch.
+        let begin = async {
+            to.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.expect("write");
+            // SETTINGS_INITIAL_WINDOW_SIZE of 16 MiB, and as much as there is for the connection.
+            to.write_all(&frame(4, 0, &[0, 4, 1, 0, 0, 0])).await.expect("write");
+            to.write_all(&frame(8, 0, &[0x7f, 0xff, 0, 0])).await.expect("write");
+            for number in 0..CALLS {
+                to.write_all(&call(number)).await.expect("write");
+                open += 1.0;
+                if number % 20 == 19 {
+                    to.flush().await.expect("write");
+                    let all = async || gateway.metric("deltapath_gateway_open_streams").await == open;
+                    eventually("they are open", all).await;
+                }
+            }
+        };
+        let mut some = vec![0; 64 << 10];
+        let read = async { while from.read(&mut some).await.expect("read") > 0 {} };
+        tokio::select! {
+            () = begin => {}
+            () = read => panic!("it is closed"),
+        }
+        stalled.push((from, to));
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let grown = gateway.memory().saturating_sub(before);
+    // 32 of them have wide windows, of 512 KiB.
+    assert!(grown < 64 << 20, "{} streams took {grown} bytes", 2 * CALLS);
 }
 
 pub async fn cancel_and_deadline_reach_the_driver(world: World) {

@@ -16,10 +16,11 @@ use kube::Api;
 use kube::api::DynamicObject;
 use kube::core::{ApiResource, GroupVersionKind};
 use parking_lot::Mutex;
+use proto::answers::Checked;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tokio::time::timeout;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 
 use crate::error::Error;
 use crate::query::{Policy, Query};
@@ -231,7 +232,7 @@ impl Service {
         })
     }
 
-    async fn connect(&self, driver: &str, policy: &Policy) -> Result<Channel, Error> {
+    async fn connect(&self, driver: &str, policy: &Policy) -> Result<Checked, Error> {
         let unusable = |_| Error::BadService {
             driver: driver.to_owned(),
             problem: "address is not a host and a port, such as snapshot-metadata.backup.svc:6443",
@@ -242,6 +243,7 @@ impl Service {
         endpoint
             .connect()
             .await
+            .map(Checked)
             .map_err(|source| Error::Connect { to: self.address.clone(), source: source.into() })
     }
 }

@@ -8,7 +8,7 @@ mod server;
 use std::collections::HashMap;
 use std::time::Duration;
 
-use server::{CAPACITY, Fault, Server};
+use server::{CAPACITY, End, Fault, Fields, Server};
 use snapshot_metadata_client::{Advice, Blocks, Client, Error, Policy, Query, Range, Style, Violation};
 use tonic::Code;
 
@@ -72,6 +72,10 @@ async fn drain(mut blocks: Blocks) -> (Vec<(i64, i64)>, Result<Blocks, Error>) {
 #[tokio::test]
 async fn a_stream_that_is_cut_goes_on_where_it_was() {
     use Fault::*;
+    const OK: Fields = &[("grpc-status", "0")];
+    /// The first of the nine bytes of a message.
+    const CUT: &[u8] = b"\0\0\0\0\x09abc";
+    let none = End::default();
     for (what, script, offsets) in [
         ("nothing happens", vec![], vec![0]),
         ("unavailable", vec![Status(3, Code::Unavailable)], vec![0, after(3)]),
@@ -82,7 +86,10 @@ async fn a_stream_that_is_cut_goes_on_where_it_was() {
         ("cancelled by the server", vec![Status(2, Code::Cancelled)], vec![0, after(2)]),
         ("the server's deadline", vec![Status(2, Code::DeadlineExceeded)], vec![0, after(2)]),
         ("internal", vec![Status(2, Code::Internal)], vec![0, after(2)]),
-        ("without a status", vec![NoStatus(4)], vec![0, after(4)]),
+        ("without a status", vec![Ends(4, End::default())], vec![0, after(4)]),
+        // tonic takes these two for whole answers.
+        ("within a message", vec![Ends(4, End { bytes: CUT, trailers: OK, ..none })], vec![0, after(4)]),
+        ("with a status in the head alone", vec![Ends(4, End { head: OK, ..none })], vec![0, after(4)]),
         ("silent", vec![Silent(5)], vec![0, after(5)]),
         ("silent from the beginning", vec![Silent(0)], vec![0, 0]),
         (
@@ -221,6 +228,33 @@ async fn errors_that_stay_end_it_at_once_and_others_after_some_tries() {
     let said = format!("GetMetadataDelta failed 4 times in a row at byte {}, the last time with: ", after(2));
     assert!(error.to_string().starts_with(&said), "{error}");
     assert_eq!(world.server.offsets(), [0, after(2), after(2), after(2)]);
+}
+
+/// tonic takes words that cannot be read for a failure of its own, which is tried again, and panics at such details.
+#[tokio::test]
+async fn a_status_counts_whatever_comes_with_it() {
+    const FIELDS: [(Fields, &str); 3] = [
+        (&[("grpc-status", "9"), ("grpc-message", "a%FFb")], "a\u{fffd}b"),
+        (&[("grpc-status", "9"), ("grpc-status-details-bin", "***")], ""),
+        (
+            &[("grpc-status", "9"), ("grpc-message", "said%20so"), ("grpc-status-details-bin", "***")],
+            "said so",
+        ),
+    ];
+    for (fields, said) in FIELDS {
+        let behind = |messages| Fault::Ends(messages, End { trailers: fields, ..End::default() });
+        let at_once = Fault::Ends(0, End { head: fields, ..End::default() });
+        for fault in [at_once, behind(0), behind(2)] {
+            let world = world(&ranges(), &[fault]);
+            let error = match world.client.delta("base", "target").await {
+                Err(error) => error,
+                Ok(blocks) => drain(blocks).await.1.expect_err("it fails"),
+            };
+            assert_eq!(error.code(), Some(Code::FailedPrecondition), "{fields:?}: {error}");
+            assert!(error.to_string().ends_with(said), "{fields:?}: {error}");
+            assert_eq!(world.server.offsets(), [0], "{fields:?}: it was tried again");
+        }
+    }
 }
 
 #[tokio::test]

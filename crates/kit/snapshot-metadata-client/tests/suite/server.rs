@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
-use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
+use futures_util::{StreamExt, TryStreamExt};
+use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use proto::snapshot_metadata_server::SnapshotMetadataServer;
 use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
@@ -16,7 +16,8 @@ use testkit::plugin::{self, Asked, Metadata, Served};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
-use tonic::codegen::http;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::{self, HeaderName, HeaderValue};
 use tonic::server::NamedService;
 use tonic::{Code, Status};
 
@@ -33,8 +34,8 @@ pub enum Fault {
     Status(usize, Code),
     /// The call ends with OK after this number of messages.
     EarlyOk(usize),
-    /// The body ends without any status after this number of messages.
-    NoStatus(usize),
+    /// The call ends after this number of messages, and its status is somewhere else or nowhere.
+    Ends(usize, End),
     /// Nothing more comes after this number of messages.
     Silent(usize),
     /// The capacity is another.
@@ -51,6 +52,20 @@ pub enum Fault {
     Forgets((i64, i64)),
 }
 
+/// Fields of a head or of trailers.
+pub type Fields = &'static [(&'static str, &'static str)];
+
+/// How an answer ends that is none of tonic's.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct End {
+    /// What its head has beside what heads have.
+    pub head: Fields,
+    /// Bytes behind the messages.
+    pub bytes: &'static [u8],
+    /// Its trailers; without any it has none.
+    pub trailers: Fields,
+}
+
 /// A driver, until it is dropped.
 pub struct Server {
     shared: Arc<Shared>,
@@ -64,7 +79,7 @@ struct Shared {
     script: Mutex<VecDeque<Fault>>,
     offsets: Mutex<Vec<i64>>,
     others: Mutex<Vec<(String, i32)>>,
-    strips_status: AtomicBool,
+    end: Mutex<Option<End>>,
 }
 
 impl Server {
@@ -75,7 +90,7 @@ impl Server {
         let known = shared.clone();
         let metadata = Metadata(move |asked| std::future::ready(known.answer(asked)));
         let inner = SnapshotMetadataServer::new(metadata);
-        let service = Stripping { inner, shared: shared.clone() };
+        let service = Ending { inner, shared: shared.clone() };
         let _served = Served::serving(socket, tonic::transport::Server::builder().add_service(service));
         Server { shared, socket: socket.to_owned(), _served }
     }
@@ -104,7 +119,10 @@ impl Shared {
         let secret = request.secrets.get("key").cloned().unwrap_or_default();
         self.others.lock().unwrap().push((secret, request.max_results));
         let fault = self.script.lock().unwrap().pop_front().unwrap_or(Fault::None);
-        self.strips_status.store(matches!(fault, Fault::NoStatus(_)), Ordering::Relaxed);
+        *self.end.lock().unwrap() = match fault {
+            Fault::Ends(_, end) => Some(end),
+            _ => None,
+        };
         let from = match fault {
             Fault::FromTheBeginning => 0,
             Fault::RoundsDown(unit) => offset / unit * unit,
@@ -143,7 +161,7 @@ impl Shared {
             let after = match fault {
                 Fault::Status(after, _)
                 | Fault::EarlyOk(after)
-                | Fault::NoStatus(after)
+                | Fault::Ends(after, _)
                 | Fault::Silent(after) => after,
                 _ => messages.len(),
             };
@@ -164,18 +182,23 @@ impl Shared {
     }
 }
 
-/// Takes the trailers off an answer where the script says so.
+/// Gives an answer another end where the script says so.
 #[derive(Clone)]
-struct Stripping<S> {
+struct Ending<S> {
     inner: S,
     shared: Arc<Shared>,
 }
 
-impl<S: NamedService> NamedService for Stripping<S> {
+fn fields(fields: Fields) -> impl Iterator<Item = (HeaderName, HeaderValue)> {
+    let field = |(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value));
+    fields.iter().copied().map(field)
+}
+
+impl<S: NamedService> NamedService for Ending<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S> tower::Service<http::Request<Body>> for Stripping<S>
+impl<S> tower::Service<http::Request<Body>> for Ending<S>
 where
     S: tower::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
     S::Future: Send + 'static,
@@ -192,14 +215,16 @@ where
         let answer = self.inner.call(request);
         let shared = self.shared.clone();
         Box::pin(async move {
-            let answer = answer.await?;
-            Ok(match shared.strips_status.load(Ordering::Relaxed) {
-                true => answer.map(|body| {
-                    let data = BodyExt::into_data_stream(body).map_ok(http_body::Frame::data);
-                    Body::new(StreamBody::new(data))
-                }),
-                false => answer,
-            })
+            let mut answer = answer.await?;
+            let Some(End { head, bytes, trailers }) = *shared.end.lock().unwrap() else { return Ok(answer) };
+            answer.headers_mut().extend(fields(head));
+            Ok(answer.map(|body| {
+                let more = (!bytes.is_empty()).then(|| Frame::data(Bytes::from_static(bytes)));
+                let last = (!trailers.is_empty()).then(|| Frame::trailers(fields(trailers).collect()));
+                let data = BodyExt::into_data_stream(body).map_ok(Frame::data);
+                let rest = more.into_iter().chain(last).map(Ok);
+                Body::new(StreamBody::new(data.chain(futures_util::stream::iter(rest))))
+            }))
         })
     }
 }
