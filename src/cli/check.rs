@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use super::{Done, Output, stop_on_signals};
+use super::{Done, Output, check_data_dir, stop_on_signals};
 use crate::driver::{Discovery, Inspection, Result, Severity};
 use crate::sys;
 use base::Stop;
@@ -65,6 +65,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("check needs root: it reads the pool, and mounts it where no driver does".into());
     }
+    check_data_dir(&arguments.data_dir)?;
     let stop = stop_on_signals()?;
     let report = check(&arguments.data_dir, arguments.repair, &stop)?;
     if stop.check().is_err() {

@@ -56,13 +56,13 @@ pub(super) struct Arguments {
     pool: PoolFlag,
     /// Size of a pool image, such as 100Gi. The image is sparse. Default: nine tenths of the free space in the
     /// filesystem of the data directory.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = above_zero)]
     pool_size: Option<Quantity>,
     /// Type of block metadata, unless the VolumeSnapshotClass names one.
     #[arg(long, value_enum, default_value_t = TupleFlag::Variable)]
     block_metadata_type: TupleFlag,
     /// Maximum size of a volume.
-    #[arg(long, value_name = "SIZE", default_value = "64Ti", value_parser = volume_size)]
+    #[arg(long, value_name = "SIZE", default_value = "64Ti", value_parser = above_zero)]
     max_volume_size: Quantity,
     /// Maximum ratio of provisioned capacity to pool size, such as 2.5. Default: no limit; volumes are thin.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
@@ -122,7 +122,7 @@ enum TupleFlag {
 }
 
 fn address(text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| "it must be an IP address and a port, such as 0.0.0.0:9810".into())
+    text.parse().map_err(|_| "it must be an IP address and a port, such as 0.0.0.0:9811".into())
 }
 
 fn transfer_rate(text: &str) -> Result<Quantity, String> {
@@ -159,7 +159,7 @@ fn node_id(text: &str) -> Result<String, String> {
     is_label(text, &['-', '_', '.']).then(|| text.to_owned()).ok_or(want.into())
 }
 
-fn volume_size(text: &str) -> Result<Quantity, String> {
+fn above_zero(text: &str) -> Result<Quantity, String> {
     let size: Quantity = text.parse().map_err(|error| format!("{error}"))?;
     (size.0 > 0).then_some(size).ok_or("must be above 0".into())
 }
@@ -186,6 +186,7 @@ fn run_to_the_end(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("the driver needs root: it attaches loop devices and mounts filesystems".into());
     }
+    super::check_data_dir(&arguments.data_dir)?;
     sys::raise_open_files()?;
     sys::memory::return_large_buffers();
     let runtime =

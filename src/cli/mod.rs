@@ -8,6 +8,7 @@ mod verify;
 
 use std::error::Error;
 use std::io::IsTerminal;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -120,6 +121,20 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Preflight(arguments) => preflight::run(arguments),
     };
     serve::log::end("deltapath", done)
+}
+
+/// What is said of a file that is where a data directory is to be, or above it.
+fn no_directory(data_dir: &Path) -> Option<String> {
+    let file = data_dir.ancestors().find(|place| place.exists()).filter(|place| !place.is_dir())?;
+    Some(format!("{} is a file, not a directory", file.display()))
+}
+
+/// What to do about it.
+const ANOTHER_DIR: &str = "name another --data-dir";
+
+/// For commands that need the directory; `preflight` only says it.
+fn check_data_dir(data_dir: &Path) -> Result<(), String> {
+    no_directory(data_dir).map_or(Ok(()), |found| Err(format!("{found}: {ANOTHER_DIR}")))
 }
 
 /// From here on a signal cancels this instead of ending the process: a command that has mounted a pool ends its work and

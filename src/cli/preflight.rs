@@ -157,6 +157,9 @@ fn found_program(name: &str, package: &str, of: Option<&str>, is_there: bool) ->
 
 /// Of the filesystem that the data directory is on, or will be.
 fn space(data_dir: &Path) -> files::Result<Finding> {
+    if let Some(found) = super::no_directory(data_dir) {
+        return Ok(lacks(Verdict::Missing, found, super::ANOTHER_DIR));
+    }
     let place = data_dir.ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("/"));
     let free = sys::space(place)?.available;
     let found = format!("{} MiB free for {}", free >> 20, data_dir.display());
@@ -243,6 +246,16 @@ mod tests {
         assert_eq!(filesystem("ext", known, loadable).verdict, Verdict::Limited);
         let lacking = filesystem("btrfs", known, loadable);
         assert!(lacking.remedy.expect("a remedy").contains("modprobe btrfs"));
+    }
+
+    #[test]
+    fn a_file_is_no_data_directory_and_holds_none() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        for place in [file.path(), &file.path().join("data")] {
+            let found = format!("{} is a file, not a directory", file.path().display());
+            let finding = space(place).expect("looked");
+            assert_eq!(finding, lacks(Verdict::Missing, found, "name another --data-dir"));
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::{Done, Output, stop_on_signals};
+use super::{Done, Output, check_data_dir, stop_on_signals};
 use crate::driver::{Inspected, Inspection};
 use crate::sys;
 use base::{ByteRange, Quantity, SnapshotId, Stop};
@@ -63,6 +63,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("verify needs root: it reads the pool, and mounts it where no driver does".into());
     }
+    check_data_dir(&arguments.data_dir)?;
     let stop = stop_on_signals()?;
     let inspection = Inspection::open(&arguments.data_dir)?;
     let report = verify(&inspection, &arguments.snapshots, &stop);

@@ -1,12 +1,8 @@
 //! The socket and the server behind it.
 
 use std::io;
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -21,13 +17,13 @@ use super::router::{RouterError, RouterListener};
 use super::snapshot_metadata::{SnapshotMetadataService, counted};
 use crate::driver::Driver;
 use base::Endpoint;
-use files::{change, step};
 use proto::controller_server::ControllerServer;
 use proto::group_controller_server::GroupControllerServer;
 use proto::identity_server::IdentityServer;
 use proto::node_server::NodeServer;
 use proto::snapshot_metadata_server::SnapshotMetadataServer;
 use serve::authority::Tolerant;
+use serve::socket;
 
 /// Why the socket could not be served.
 #[derive(Debug, thiserror::Error)]
@@ -57,8 +53,11 @@ pub async fn serve(
     router: Option<RouterListener>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), EndpointError> {
-    let listener = listen(endpoint)?;
-    let _socket = RemoveOnDrop(endpoint.path().to_owned());
+    let (listener, _socket) = socket::bind(endpoint.path()).await.map_err(|error| match error {
+        socket::Error::Live => EndpointError::Live(endpoint.clone()),
+        socket::Error::NotASocket => EndpointError::NotASocket(endpoint.clone()),
+        socket::Error::Io(error) => EndpointError::Listen(endpoint.clone(), error),
+    })?;
     tracing::info!(%endpoint, driver = driver.config().driver_name, node = driver.config().node_id, "listening");
     let incoming = UnixListenerStream::new(listener).map(|connection| connection.map(Tolerant::new));
     // One for both: what streams may take is bounded for all of them together.
@@ -98,41 +97,6 @@ pub(super) fn cluster_services(
         .add_service(
             counted(driver.metadata.streams().clone()).named_layer(SnapshotMetadataServer::new(metadata)),
         )
-}
-
-struct RemoveOnDrop(PathBuf);
-
-impl Drop for RemoveOnDrop {
-    fn drop(&mut self) {
-        let _ = change::remove_file(&self.0);
-    }
-}
-
-/// Binds the socket with mode 0660. A stale one, without a server, is replaced; a live one is
-/// refused, since two drivers would share its clients.
-fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
-    let path = endpoint.path();
-    let failed = |error: files::Error| EndpointError::Listen(endpoint.clone(), error.source);
-    match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            // One directory alone: a path with a typing error must not grow a tree.
-            if let Some(parent) = path.parent()
-                && !parent.exists()
-            {
-                change::create_dir(parent, 0o755).map_err(failed)?;
-            }
-        }
-        Err(error) => return Err(EndpointError::Listen(endpoint.clone(), error)),
-        Ok(meta) if !meta.file_type().is_socket() => return Err(EndpointError::NotASocket(endpoint.clone())),
-        Ok(_) => match UnixStream::connect(path) {
-            Ok(_) => return Err(EndpointError::Live(endpoint.clone())),
-            Err(_) => change::remove_file(path).map_err(failed)?,
-        },
-    }
-    #[expect(clippy::disallowed_methods, reason = "this is the step")]
-    let listener = step("bind", path, || UnixListener::bind(path)).map_err(failed)?;
-    change::set_mode(path, 0o660).map_err(failed)?;
-    Ok(listener)
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 
 use std::process::Command;
 
-use crate::manifests::{containers, files, objects, pod_spec, repository};
-use testkit::pages::read;
+use crate::manifests::{Found, containers, files, objects, objects_of, pod_spec, repository};
+use testkit::pages::{read, section};
 
 #[test]
 fn scripts_pass_shellcheck() {
@@ -131,6 +131,34 @@ fn every_flag_of_a_script_in_the_pages_is_one_of_its() {
                 assert!(script.contains(&format!(" {flag})")), "{file}: {line}: no flag {flag}");
             }
         }
+    }
+}
+
+/// Whoever installs is told what to wait for and where to look, with many drivers and with one.
+#[test]
+fn the_workloads_of_the_page_are_those_of_its_overlays() {
+    let page = read("docs/install.md");
+    let kustomize = section(&page, "By kustomize");
+    for (before, overlay) in [
+        ("kubectl rollout status -n deltapath ", "deploy/overlays/distributed"),
+        ("# with one driver: ", "deploy/overlays/kind"),
+    ] {
+        let named: Vec<_> =
+            kustomize.split(before).skip(1).filter_map(|rest| rest.split_whitespace().next()).collect();
+        assert_eq!(named.len(), 2, "{before}");
+        for name in named {
+            let is = |found: &&Found| format!("{}/{}", found.kind().to_lowercase(), found.name()) == name;
+            assert!(objects_of(overlay).iter().any(is), "{overlay} has no {name}");
+        }
+    }
+    let preflight = section(&page, "What a node needs");
+    for kind in ["statefulset", "daemonset"] {
+        assert!(preflight.contains(&format!("{kind}/deltapath-plugin")), "{kind}: {preflight}");
+    }
+    // The overlay alone is no cluster with snapshots.
+    let kind = section(&page, "kind");
+    for word in ["CLUSTER=NAME hack/install.sh", "CRDs", "snapshot controller"] {
+        assert!(kind.split("cluster of your own").nth(1).is_some_and(|rest| rest.contains(word)), "{word}");
     }
 }
 

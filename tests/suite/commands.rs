@@ -131,13 +131,21 @@ fn exit_codes_are_the_same_in_all_programs() {
         );
     }
     row("cbt-backup full --volume v --device @/image", 2, "no repository is named");
-    row("cbt-backup run --pvc a", 2, "no repository is named");
+    // A directory of this machine is none in a pod.
+    let pod = "cbt-backup run --patience 1s --kubeconfig @/kubeconfig";
+    row(&format!("{pod} --pvc a"), 2, "add --repository s3://BUCKET/PREFIX, or --repository-claim NAME and");
+    let needs =
+        "run needs a bucket (s3://BUCKET/PREFIX), or --repository-claim NAME for the directory \"backups\"";
+    row(&format!("{pod} --pvc a --repository backups"), 2, needs);
+    let claimed = format!("{pod} --pvc a --repository-claim c --repository");
+    row(&format!("{claimed} s3://b"), 2, "--repository-claim takes a directory in the claim, not s3://b");
+    row(&format!("{claimed} ../b"), 2, "--repository-claim takes a directory in the claim, not ../b");
+    row(&format!("{pod} --pvc a --repository s3://b --context nope"), 1, "/kubeconfig, --context nope: ");
+    row("cbt-backup run --pvc a --repository s3://b --kubeconfig none", 1, "API server: --kubeconfig none: ");
     row("cbt-backup list --repository s3://", 2, "s3://BUCKET/PREFIX");
     row("cbt-backup list --repository s3:///prefix", 2, "s3://BUCKET/PREFIX");
     row("cbt-backup --repository @/repository verify --against @/image", 2, "<BACKUP>");
-    row("cbt-backup prune --keep-daily -1", 2, "-1 is not in 1..");
     row("cbt-backup prune --wait -1", 2, "invalid value '-1'");
-    row(&format!("{full} --retries -1"), 2, "invalid value '-1'");
     row(&format!("{full} --endpoint csi.sock --snapshot s"), 2, "unix:///");
     row(&format!("{full} --endpoint unix://@/none.sock --snapshot s"), 1, "none.sock");
     row(&format!("{full} --endpoint unix://@/file --snapshot s"), 1, "is no socket");
@@ -148,19 +156,31 @@ fn exit_codes_are_the_same_in_all_programs() {
     row("deltapath driver --node-id a/b --data-dir @/driver", 2, "with a letter or digit at both ends");
     let long = "x".repeat(100);
     row(&format!("deltapath driver --node-id n --endpoint /{long}/csi.sock"), 2, "has at most 107 bytes");
-    row(&format!("{driver} --max-volumes-per-node -1"), 2, "invalid value '-1'");
     row(&format!("{driver} --transfer-rate -1"), 2, "invalid value '-1'");
+    row(&format!("{driver} --http-endpoint {taken} --pool-size 0"), 2, "must be above 0");
+    row(&format!("{driver} --router-listen :1"), 2, "such as 0.0.0.0:9811");
     row("deltapath demo --size 1Mi", 2, "64Mi");
     row("deltapath demo --size -1", 2, "invalid value '-1'");
     row("deltapath demo --size lots", 2, "invalid value 'lots'");
     row("deltapath demo --pool zfs", 2, "invalid value 'zfs'");
     row("deltapath driver", 2, "--node-id");
-    row("cbt-lab mock --listen unix://@/front.sock --changes -1", 2, "invalid value '-1'");
     row("cbt-lab bench --endpoint unix://@/none.sock --changed -1", 2, "a number above 0");
-    row("deltapath-gateway --max-streams -1", 2, "invalid value '-1'");
-    row("cbt-earlier aggregated --client-qps -1", 2, "invalid value '-1'");
     row("deltapath-router forget node-1 --forgotten @/forgotten", 2, "node-1");
     row(&format!("{faults} --fault cutt"), 2, "there is cut");
+    // These would fail later, for another reason.
+    for flag in
+        ["namespace", "secret", "service-account", "image", "repository-claim", "snapshot-class", "context"]
+    {
+        row(&format!("{pod} --repository s3://b --pvc a --{flag}="), 2, "it is empty");
+    }
+    row(&format!("{pod} --repository s3://b --pvc="), 2, "'--pvc <NAME>': it is empty");
+    row(&format!("{router} --http-endpoint {taken} --driver-name="), 2, "it is empty");
+    for flag in ["audience", "namespace", "pod-name", "lease"] {
+        row(&format!("{gateway} --http-endpoint {taken} --{flag}="), 2, "it is empty");
+        row(&format!("{earlier} --http-endpoint {taken} --{flag}="), 2, "it is empty");
+    }
+    row("cbt-lab mock --listen unix://@/taken.sock --driver-name=", 2, "it is empty");
+    row(&format!("{full} --snapshot s --base b"), 2, "'--base'");
     row(&format!("{faults} --fault tls-expired"), 2, "https://");
     row(&format!("{faults} --control nowhere"), 2, "--control");
     row("cbt-lab faults --listen https://127.0.0.1:0 --upstream unix://@/csi.sock", 2, "--ca-file");
@@ -185,6 +205,11 @@ fn exit_codes_are_the_same_in_all_programs() {
     row(&format!("{faults} --control {taken}"), 1, "--control");
     row(&format!("{faults} --faults-file @/none"), 1, "none");
     row(&mock.replace("front.sock", "taken.sock"), 1, "another process serves");
+    for command in ["check", "verify", "driver --node-id n --pool dir --endpoint unix://@/csi.sock"] {
+        let told = "/file is a file, not a directory: name another --data-dir";
+        row(&format!("deltapath {command} --data-dir @/file"), 1, told);
+        row(&format!("deltapath {command} --data-dir @/file/data"), 1, told);
+    }
     row("deltapath check --data-dir @/none", 1, "none");
     row("deltapath verify --data-dir @/none", 1, "none");
     row("deltapath demo --work-dir @/none", 1, "--work-dir");
@@ -255,7 +280,7 @@ fn every_program_has_completions_and_man_pages() {
 #[test]
 fn flags_that_mean_the_same_are_the_same_in_all_programs() {
     let dir = testkit::temp_dir();
-    let mut flags = 0;
+    let (mut flags, mut counts) = (0, 0);
     let (mut sockets, mut servers, mut quiet) = (Vec::new(), Vec::new(), Vec::new());
     for (program, commands) in PROGRAMS {
         for command in [&[""], commands].concat() {
@@ -284,6 +309,15 @@ fn flags_that_mean_the_same_are_the_same_in_all_programs() {
                 quiet.push(line.clone());
             }
             assert!(!help.contains("<SECONDS"), "{line}: {help}");
+            for kind in [" <COUNT>", " <NUMBER>", " <NUMBER,...>", " <N>", " <PERCENT>"] {
+                // Negative levels of compression are levels.
+                let is_count = |flag: &&str| *flag != "--compression";
+                for flag in help.lines().filter_map(|line| line.trim().strip_suffix(kind)).filter(is_count) {
+                    counts += 1;
+                    let told = said(&run(&format!("{line} {flag} -1"), dir.path()));
+                    assert!(told.contains(": -1 is not in "), "{line} {flag}: {told}");
+                }
+            }
             for flag in help.lines().filter_map(|line| line.trim().strip_suffix(" <AGE>")) {
                 flags += 1;
                 for value in ["1s", "1"] {
@@ -294,7 +328,7 @@ fn flags_that_mean_the_same_are_the_same_in_all_programs() {
             }
         }
     }
-    assert!(flags > 20, "{flags}");
+    assert!(flags > 20 && counts > 20, "{flags} {counts}");
     assert_eq!(
         sockets,
         [
@@ -423,7 +457,7 @@ async fn output_that_nobody_takes_ends_no_work() {
     rig.detach_and_finish(&volume).await;
 }
 
-/// A hang-up is a SIGTERM to every server, unless it was started to survive one.
+/// A hang-up is a SIGTERM to every server, unless it was started to survive one. Each makes the directory of its socket.
 #[apply(device_test)]
 async fn every_server_ends_in_order_by_each_signal() {
     let dir = testkit::temp_dir();
@@ -431,16 +465,16 @@ async fn every_server_ends_in_order_by_each_signal() {
     files(dir);
     let started = |mut command: Command| Running::start(command.stdout(Stdio::null()), &dir.join("log"));
     let servers = [
-        "deltapath driver --node-id n --pool xfs --pool-size 1Gi --data-dir @/data --endpoint unix://@/csi.sock".to_owned(),
-        format!("deltapath-router {ROUTES} --http-endpoint 127.0.0.1:0 --endpoint unix://@/router.sock"),
+        "deltapath driver --node-id n --pool xfs --pool-size 1Gi --data-dir @/data --endpoint unix://@/a/csi.sock".to_owned(),
+        format!("deltapath-router {ROUTES} --http-endpoint 127.0.0.1:0 --endpoint unix://@/b/router.sock"),
         "deltapath-router certificates --namespace n --kubeconfig @/kubeconfig".into(),
         "deltapath-router node-certificate --dir @/dir --csi-address @/none.sock --kubeconfig @/kubeconfig".into(),
         format!("deltapath-gateway {SERVES} --csi-address @/none.sock --audience a"),
-        format!("cbt-earlier differential {SERVES} --namespace n --csi-address @/none.sock --socket @/s --service-address a:1"),
+        format!("cbt-earlier differential {SERVES} --namespace n --csi-address @/none.sock --socket @/c/s --service-address a:1"),
         format!("cbt-earlier aggregated {SERVES} --namespace n"),
-        format!("cbt-earlier cbt-http {SERVES} --namespace n --csi-address @/none.sock --socket @/s --service a/b"),
-        "cbt-lab faults --listen unix://@/front.sock --upstream unix://@/none.sock".into(),
-        "cbt-lab mock --listen unix://@/mock.sock".into(),
+        format!("cbt-earlier cbt-http {SERVES} --namespace n --csi-address @/none.sock --socket @/d/s --service a/b"),
+        "cbt-lab faults --listen unix://@/e/front.sock --upstream unix://@/none.sock".into(),
+        "cbt-lab mock --listen unix://@/f/mock.sock".into(),
     ];
     for line in &servers {
         for by in [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT] {

@@ -165,7 +165,8 @@ impl Draft {
             let draft = parent(path).join(format!("{start}{:016x}{end}", fastrand::u64(..)));
             let file = match change::create_new(&draft) {
                 Err(error) if error.errno() == Some(libc::EEXIST) => continue,
-                file => file?,
+                // Nobody has asked for a file with the draft's name.
+                file => file.map_err(|error| Error { path: path.to_owned(), ..error })?,
             };
             // Where the filesystem has no locks, nobody can take one and remove it.
             let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));

@@ -7,7 +7,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::builder::RangedU64ValueParser;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tonic_health::ServingStatus;
@@ -57,8 +56,8 @@ pub fn review_cache(text: &str) -> Result<Duration, String> {
 }
 
 /// The values of flags that bound a number of streams.
-pub fn streams() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=1_000_000)
+pub fn streams() -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync {
+    shell::within(1..=1_000_000)
 }
 
 /// The name of this machine, which in a pod is the pod's.

@@ -9,14 +9,17 @@
 mod pages;
 
 use std::error::Error;
+use std::ffi::OsStr;
 use std::io::{self, ErrorKind, Write};
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use clap::{ArgMatches, Args, Command, Parser};
+use clap::{Arg, ArgMatches, Args, Command, Parser};
 use serde::Serialize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -93,6 +96,24 @@ fn read_alike(command: Command) -> Command {
     command.mut_subcommands(read_alike)
 }
 
+/// What is wrong where a flag has an empty value, in all programs: it is a variable that is not set in a script, and no flag
+/// means anything by it.
+fn empty_value(command: &Command, given: &ArgMatches) -> Option<String> {
+    let is_empty = |of: &&Arg| {
+        let values = given.try_get_raw(of.get_id().as_str()).ok().flatten();
+        values.is_some_and(|mut values| values.any(OsStr::is_empty))
+    };
+    if let Some(flag) = command.get_arguments().find(is_empty) {
+        // Of a command that is not built yet, clap cannot show a flag.
+        let value = flag.get_value_names().into_iter().flatten().map(|name| format!("<{name}>"));
+        let words = flag.get_long().map(|long| format!("--{long}")).into_iter().chain(value);
+        let flag = words.collect::<Vec<_>>().join(" ");
+        return Some(format!("invalid value '' for '{flag}': it is empty: is a variable not set?"));
+    }
+    let (name, given) = given.subcommand()?;
+    empty_value(command.find_subcommand(name)?, given)
+}
+
 /// How kubectl calls a plugin: `kubectl cbt` for a program that is installed as `kubectl-cbt`.
 fn as_plugin() -> Option<String> {
     let path = std::env::args_os().next()?;
@@ -120,6 +141,9 @@ pub fn parse<C: Parser>() -> C {
         }
         given => {
             let given = given.unwrap_or_else(|error| error.exit());
+            if let Some(why) = empty_value(&program, &given) {
+                program.error(clap::error::ErrorKind::InvalidValue, why).exit();
+            }
             pages::run(&program, &given).map(|is_done| Some(given).filter(|_| !is_done))
         }
     };
@@ -151,6 +175,17 @@ pub fn age_or_none(text: &str) -> Result<Duration, String> {
     base::age::read(text).filter(|age| *age <= longest).ok_or_else(|| {
         "write a whole number and a unit (s, m, h, d), such as 5m, or seconds, such as 0.5; at most 36500d".into()
     })
+}
+
+/// The values of a flag that is a number of things. clap's own parsers of 64 bits and `FromStr` do not say what there is.
+pub fn within<T: FromStr>(
+    range: RangeInclusive<u64>,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync {
+    move |text| {
+        let number =
+            text.parse::<u64>().ok().filter(|number| range.contains(number)).and_then(|_| text.parse().ok());
+        number.ok_or_else(|| format!("{text} is not in {}..={}", range.start(), range.end()))
+    }
 }
 
 /// The value of `--http-endpoint`: `[ADDRESS]:PORT`.

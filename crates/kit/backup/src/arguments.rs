@@ -39,13 +39,13 @@ pub enum Command {
     /// Back up everything that holds data.
     Full(Source),
     /// Back up what changed since the last backup of the volume, or since the one of --base; fails where that cannot be.
-    Incremental(Source),
+    Incremental(Increment),
     /// Make an incremental backup where that can be, else a full one, and say why.
     ///
     /// A full one is made if the earlier backup is missing, damaged or larger than the volume. It is also made if the driver
     /// has no deltas, or does not know the base as a snapshot of this volume. What may pass by itself, such as a driver that
     /// does not answer, is an error.
-    Auto(Source),
+    Auto(Increment),
     Run(RunArguments),
     Restore(RestoreArguments),
     Verify(VerifyArguments),
@@ -76,6 +76,18 @@ pub struct Cluster {
     pub context: Option<String>,
 }
 
+impl Cluster {
+    /// Why a cluster is not reached, with the flags that said how.
+    pub fn explain(&self, why: &str) -> String {
+        let file = self.kubeconfig.as_ref().map(|file| format!("--kubeconfig {}", file.display()));
+        let context = self.context.as_ref().map(|name| format!("--context {name}"));
+        match file.into_iter().chain(context).collect::<Vec<_>>().join(", ") {
+            flags if flags.is_empty() => format!("{why}; set KUBECONFIG"),
+            flags => format!("{flags}: {why}"),
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 pub struct Source {
     /// Name of the volume in the repository. Backups of one name belong together.
@@ -101,9 +113,6 @@ pub struct Source {
     /// CSI handle of the snapshot that the device holds; with --namespace the name of its VolumeSnapshot.
     #[arg(long, value_name = "HANDLE|NAME", value_parser = name)]
     pub snapshot: Option<String>,
-    /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
-    #[arg(long, value_name = "HANDLE", requires = "snapshot", value_parser = name)]
-    pub base: Option<String>,
     /// Write the result to this file too, as JSON. It may not lie in the repository.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
@@ -131,6 +140,16 @@ pub struct Source {
     quiet: Quiet,
 }
 
+// No doc comment: clap would show it as the command's own.
+#[derive(Debug, Args)]
+pub struct Increment {
+    #[command(flatten)]
+    pub source: Source,
+    /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
+    #[arg(long, value_name = "HANDLE", requires = "snapshot", value_parser = name)]
+    pub base: Option<String>,
+}
+
 /// Back up a claim of a Kubernetes cluster, from the snapshot to the clean-up.
 ///
 /// It takes a snapshot of the claim, restores it to a temporary claim with the volume as a device, and starts a pod there
@@ -151,7 +170,7 @@ pub struct RunArguments {
     #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Claim with the repository: it is mounted in the pod, and --repository is a directory in it. Without it --repository
-    /// is a bucket.
+    /// has to be a bucket.
     #[arg(long, value_name = "NAME")]
     pub repository_claim: Option<String>,
     /// Secret whose keys become variables of the pod, such as AWS_ACCESS_KEY_ID.
@@ -337,10 +356,9 @@ pub struct MountArguments {
     pub sector_size: String,
 }
 
-/// A name of a volume, a backup or a snapshot: not empty, and fit for a table.
+/// A name of a volume, a backup or a snapshot: fit for a table.
 fn name(text: &str) -> Result<String, String> {
     match text {
-        "" => Err("it is empty: is a variable not set?".into()),
         _ if text.chars().any(char::is_control) => {
             Err("it holds a control character, such as a new line".into())
         }

@@ -142,9 +142,9 @@ fn start(cli: Cli) -> Result<ExitCode> {
 
 fn execute(context: &Context, command: Command) -> Result<ExitCode> {
     match command {
-        Command::Full(source) => back_up(context, source, Wish::Full),
-        Command::Incremental(source) => back_up(context, source, Wish::Incremental),
-        Command::Auto(source) => back_up(context, source, Wish::Auto),
+        Command::Full(source) => back_up(context, source, None, Wish::Full),
+        Command::Incremental(of) => back_up(context, of.source, of.base, Wish::Incremental),
+        Command::Auto(of) => back_up(context, of.source, of.base, Wish::Auto),
         Command::Run(arguments) => run(context, arguments),
         Command::Restore(arguments) => restore(context, &arguments),
         Command::Verify(arguments) => verify(context, &arguments),
@@ -186,14 +186,14 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
     Ok((Some(Asked { client, snapshot }), Some(handle)))
 }
 
-fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
+fn back_up(context: &Context, source: Source, base: Option<String>, wish: Wish) -> Result<ExitCode> {
     let url = context.url()?;
     // Nothing is made where there is nothing to read, or nowhere to tell of it.
     let device = device::Device::open(&source.device)?;
     let report =
         source.report.as_ref().map(|report| outputs::report_of(context, report, &device)).transpose()?;
     let (asked, snapshot) = asked(context, &source)?;
-    let request = Request { source, asked, snapshot, wish };
+    let request = Request { source, asked, snapshot, base, wish };
     let repository = Repository::open_or_create(url, context.runtime.handle(), &context.stop)?;
     let wanted = Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO, is_reader: false };
     let repository = context.lock(repository, wanted)?;
@@ -224,12 +224,34 @@ fn tell_backup(context: &Context, made: &About) -> Result<ExitCode> {
 }
 
 fn run(context: &Context, arguments: RunArguments) -> Result<ExitCode> {
-    let repository = match arguments.clean_up {
+    let place = match arguments.clean_up {
         true => String::new(),
-        false => context.url()?.to_owned(),
+        false => place_in_pod(context.url.as_deref(), arguments.repository_claim.as_deref())?,
     };
-    let made = context.runtime.block_on(cluster::run(&arguments, &repository, &context.stop))?;
+    let made = context.runtime.block_on(cluster::run(&arguments, &place, &context.stop))?;
     made.map_or(Ok(ExitCode::SUCCESS), |made| tell_backup(context, &made))
+}
+
+/// The repository as the pod of a run names it. A directory that is not in a claim would go with the pod.
+fn place_in_pod(repository: Option<&str>, claim: Option<&str>) -> Result<String> {
+    let why = match (repository, claim) {
+        (None, _) => {
+            "no repository is named: add --repository s3://BUCKET/PREFIX, or --repository-claim NAME and \
+             --repository DIRECTORY, or set CBT_BACKUP_REPOSITORY"
+                .into()
+        }
+        (Some(bucket), None) if bucket.starts_with("s3://") => return Ok(bucket.to_owned()),
+        (Some(directory), None) => format!(
+            "run needs a bucket (s3://BUCKET/PREFIX), or --repository-claim NAME for the directory {directory:?}"
+        ),
+        (Some(place), Some(_)) if place.starts_with("s3://") || place.split('/').any(|part| part == "..") => {
+            format!("--repository-claim takes a directory in the claim, not {place}")
+        }
+        (Some(directory), Some(_)) => {
+            return Ok(format!("{}/{}", cluster::CLAIMED, directory.trim_start_matches('/')));
+        }
+    };
+    Err(Error::usage(why))
 }
 
 /// A file that is made needs a directory that has a name.

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use base::Stop;
 use files::Context;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::repository::pack::Packs;
 use crate::repository::{BLOCK, Index, Piece, Repository, SEGMENT, pieces};
 
@@ -224,10 +224,13 @@ impl Drop for Socket {
 /// Listens; a socket that a process has left which is gone is replaced.
 fn listen(socket: &Path) -> Result<UnixListener> {
     use std::os::unix::fs::FileTypeExt;
-    let is_socket = std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket());
-    if is_socket
-        && UnixStream::connect(socket).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
-    {
+    if std::fs::symlink_metadata(socket).is_ok_and(|found| !found.file_type().is_socket()) {
+        return Err(refused!(
+            "listen at {}: a file that is no socket is there: move it away",
+            socket.display()
+        ));
+    }
+    if UnixStream::connect(socket).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused) {
         files::change::remove_file(socket)?;
     }
     Ok(files::step("listen at", socket, || UnixListener::bind(socket))?)

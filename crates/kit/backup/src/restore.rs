@@ -91,6 +91,10 @@ pub fn target_of(path: &Path) -> Result<PathBuf> {
                 Some(_) if target.exists() && !target.is_file() => {
                     Err(refused!("{} is not a file", path.display()))
                 }
+                // The draft beside it would be named, which nobody has asked for.
+                Some(_) if target.parent().is_some_and(|dir| !dir.is_dir()) => {
+                    Err(refused!("{} cannot be written: its directory does not exist", path.display()))
+                }
                 Some(_) => Ok(target),
                 None => Err(refused!("{} is not the name of a file", path.display())),
             };

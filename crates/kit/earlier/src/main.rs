@@ -107,10 +107,10 @@ struct Aggregated {
     #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_entries: u32,
     /// Creates of one user in a second, over time. Further ones are answered with 429.
-    #[arg(long, value_name = "COUNT", default_value = "20")]
+    #[arg(long, value_name = "COUNT", default_value = "20", value_parser = shell::within::<NonZeroU32>(1..=u32::MAX.into()))]
     client_qps: NonZeroU32,
     /// Creates of one user at once, after a pause.
-    #[arg(long, value_name = "COUNT", default_value = "40")]
+    #[arg(long, value_name = "COUNT", default_value = "40", value_parser = shell::within::<NonZeroU32>(1..=u32::MAX.into()))]
     client_burst: NonZeroU32,
     /// How long an answer may take, and then its user to take it.
     #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]

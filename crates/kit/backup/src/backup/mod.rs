@@ -27,6 +27,8 @@ pub struct Request {
     pub asked: Option<Asked>,
     /// The CSI handle of the snapshot that the device holds.
     pub snapshot: Option<String>,
+    /// That of the snapshot to start from, where it is named.
+    pub base: Option<String>,
     /// What is made.
     pub wish: Wish,
 }
@@ -211,7 +213,7 @@ fn incremental(
     let blocks = match repository.store.wait(delta)? {
         Ok(blocks) => blocks,
         // Nobody named this base: it is the last backup of that name, and the next one would be refused as this one is.
-        Err(error) if request.source.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
+        Err(error) if request.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
             return Err(Not::Possible(format!(
                 "the driver does not accept {handle} (backup {}) as a base of {snapshot}; the volume was probably deleted and \
                  created again: {error}",
@@ -273,7 +275,7 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
             Err(error) => return Err(Not::Failed(error)),
         };
         let of_partial = partial.is_none_or(|partial| partial.about.base.as_ref() == Some(id));
-        let of_base = request.source.base.is_none() || index.about.snapshot == request.source.base;
+        let of_base = request.base.is_none() || index.about.snapshot == request.base;
         if index.about.volume == request.source.volume && of_base && of_partial {
             return match repository.known_damage(id)? {
                 Some(what) => Err(Not::Possible(format!("the last backup, {id}, is damaged: {what}"))),
@@ -284,7 +286,7 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
             };
         }
     }
-    Err(Not::Possible(match (damaged, &request.source.base) {
+    Err(Not::Possible(match (damaged, &request.base) {
         (Some(damaged), _) => damaged,
         (None, Some(base)) => format!("no backup of {} is of snapshot {base}", request.source.volume),
         (None, None) => format!("there is no earlier backup of {}", request.source.volume),

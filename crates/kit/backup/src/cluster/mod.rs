@@ -18,6 +18,8 @@ use kube::{Api, Client};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+pub use objects::CLAIMED;
+
 use crate::arguments::{Cluster, RunArguments};
 use crate::error::{Error, Result, refused};
 use crate::repository::{About, random_digits};
@@ -50,7 +52,8 @@ pub async fn api(cluster: &Cluster) -> Result<Client> {
         Ok::<_, Box<dyn std::error::Error>>(Client::try_from(config)?)
     };
     client.await.map_err(|error| {
-        refused!("there is no way to the Kubernetes API server: {}; set KUBECONFIG", base::report(&*error))
+        let why = cluster.explain(&base::report(&*error));
+        refused!("there is no way to the Kubernetes API server: {why}")
     })
 }
 
@@ -127,10 +130,12 @@ struct Made {
     needs_snapshot: bool,
 }
 
-/// Whether an API server may answer in a moment: there was no answer, or one that it is busy or broken.
+/// Whether an API server may answer in a moment: there was no answer, or one that it is busy or broken. What is no request
+/// never becomes one.
 fn is_passing(error: &kube::Error) -> bool {
     match error {
         kube::Error::Api(status) => matches!(status.code, 408 | 429 | 500..),
+        kube::Error::BuildRequest(_) | kube::Error::HttpError(_) => false,
         _ => true,
     }
 }
@@ -485,5 +490,8 @@ mod tests {
         };
         assert!([408, 429, 500, 502, 503, 504].into_iter().all(passes));
         assert!(![400, 401, 403, 404, 409, 422].into_iter().any(passes));
+        // What cannot be asked at all cannot be asked again.
+        let empty = kube::core::request::Error::Validation("a name is empty".into());
+        assert!(!is_passing(&kube::Error::BuildRequest(empty)));
     }
 }

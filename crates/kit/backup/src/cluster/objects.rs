@@ -6,7 +6,7 @@ use super::{MANAGED_BY, OF_CLAIM, OURS, Run};
 
 /// Where the pod has the source, the repository's claim, and its report.
 const DEVICE: &str = "/dev/source";
-const REPOSITORY: &str = "/repository";
+pub const CLAIMED: &str = "/repository";
 const REPORT: &str = "/dev/termination-log";
 
 impl Run<'_> {
@@ -50,11 +50,9 @@ impl Run<'_> {
         let claim = json!({"claimName": self.name, "readOnly": true});
         let mut volumes = vec![json!({"name": "source", "persistentVolumeClaim": claim})];
         let mut mounts = Vec::new();
-        let mut place = repository.to_owned();
         if let Some(name) = &self.arguments.repository_claim {
             volumes.push(json!({"name": "repository", "persistentVolumeClaim": {"claimName": name}}));
-            mounts.push(json!({"name": "repository", "mountPath": REPOSITORY}));
-            place = format!("{REPOSITORY}/{}", repository.trim_start_matches('/'));
+            mounts.push(json!({"name": "repository", "mountPath": CLAIMED}));
         }
         let from = self.arguments.secret.iter().map(|name| json!({"secretRef": {"name": name}}));
         let affinity = placement
@@ -71,7 +69,7 @@ impl Run<'_> {
                     "image": self.arguments.image,
                     "imagePullPolicy": "IfNotPresent",
                     "args": arguments,
-                    "env": [{"name": "CBT_BACKUP_REPOSITORY", "value": place}],
+                    "env": [{"name": "CBT_BACKUP_REPOSITORY", "value": repository}],
                     "envFrom": from.collect::<Vec<_>>(),
                     // What it reports in the end; where it fails, the last lines of its log.
                     "terminationMessagePath": REPORT,

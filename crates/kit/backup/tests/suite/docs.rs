@@ -7,6 +7,44 @@ use testkit::pages;
 
 use crate::tool::{MIB, Place, text};
 
+/// What asks a cluster gets as far as the API server, by its own name and as a plugin of kubectl.
+#[test]
+fn the_commands_for_a_cluster_are_whole() {
+    let page = pages::read("docs/backup.md");
+    let section = pages::section(&page, "A claim of a cluster");
+    let script = pages::blocks(section, "sh").join("\n");
+    let commands = script.lines().filter(|line| line.contains("cbt run") || line.contains("cbt-backup run"));
+    let inline = pages::quoted(section).filter(|code| code.starts_with("kubectl cbt "));
+    assert_eq!((commands.count(), inline.collect::<Vec<_>>()), (2, Vec::<&str>::new()), "{section}");
+    let place = Place::new();
+    let program = std::path::Path::new(env!("CARGO_BIN_EXE_cbt-backup"));
+    std::os::unix::fs::symlink(program, place.path("kubectl-cbt")).expect("a link");
+    let path = std::env::var("PATH").expect("PATH");
+    let kubectl = "kubectl() { if [ \"$1\" = cbt ]; then shift; kubectl-cbt \"$@\"; fi; }\n";
+    let output = Command::new("bash")
+        .args(["-c", &[kubectl, &script].concat()])
+        .current_dir(place.dir.path())
+        .env(
+            "PATH",
+            format!(
+                "{}:{}:{path}",
+                place.dir.path().display(),
+                program.parent().expect("a directory").display()
+            ),
+        )
+        .env("KUBECONFIG", place.path("none"))
+        .env_remove("CBT_BACKUP_REPOSITORY")
+        .env_remove("AWS_ACCESS_KEY_ID")
+        .output()
+        .expect("bash");
+    let said = text(&output.stderr);
+    assert_eq!(said.matches("no way to the Kubernetes API server").count(), 2, "{said}");
+    assert!(
+        said.contains("AWS_ACCESS_KEY_ID") && !said.contains("--repository"),
+        "the list asks the bucket: {said}"
+    );
+}
+
 #[test]
 fn the_commands_of_the_page_work() {
     let page = pages::read("docs/backup.md");

@@ -16,6 +16,7 @@ const SIZE: u64 = 20 * MIB;
 /// What is no device and no image.
 const WRONG: &str = "neither a block device nor a file";
 const NO_FILE: &str = "No such file or directory";
+const NO_PLACE: &str = "/dir/x/y cannot be written: its directory does not exist";
 const NO_RIGHT: &str = "Permission denied";
 /// A name that would clear a terminal and forge a line.
 const NAME: &str = "a\nb\x1b[2J";
@@ -86,18 +87,20 @@ fn table() -> Vec<Row> {
         row(1, "open", &format!("full --volume v --repository @/new --device {path}"));
         row(1, "open", &format!("verify ID --against {path}"));
     }
-    row(1, NO_FILE, "restore ID --to @/dir/x/y");
+    row(1, NO_PLACE, "restore ID --to @/dir/x/y");
+    row(1, "create /proc/x: ", "restore ID --to /proc/x");
     row(1, "symbolic link", "restore ID --to @/loop");
     row(1, "add --overwrite", "restore ID --to @/image");
     row(1, NO_FILE, "restore ID --to @/gone --onto-base ID");
-    row(1, NO_FILE, &format!("{full} --report @/dir/x/y"));
+    row(1, NO_PLACE, &format!("{full} --report @/dir/x/y"));
     row(1, "is not a file", &format!("{full} --report @/dir"));
     row(1, "is not a file", &format!("{full} --report @/fifo"));
-    row(1, NO_FILE, "show --html @/dir/x/y");
+    row(1, NO_PLACE, "show --html @/dir/x/y");
     for path in ["@/dir", "@/fifo", "/dev/null"] {
         row(1, "is not a file", &format!("show --html {path}"));
     }
-    row(1, "in use", "mount ID --socket @/image");
+    row(1, "a file that is no socket is there", "mount ID --socket @/image");
+    row(1, "a file that is no socket is there", "mount ID --socket @/dir");
     row(1, NO_FILE, "mount ID --socket @/dir/x/y");
     for command in
         ["list", "show", "verify", "prune", "restore latest --to @/new", "mount latest --socket @/new"]

@@ -109,7 +109,7 @@ fn a_block_device_without_a_driver_is_read_whole() {
 fn a_name_that_is_empty_is_no_name() {
     let (place, backup, image) = Place::with_backup(SIZE);
     for line in [
-        "restore",
+        "restore --to @/new",
         "verify",
         "show",
         "prune --remove",
@@ -212,7 +212,8 @@ fn a_report_that_cannot_be_written_is_known_before_or_says_what_is_made() {
     for (name, target) in [("nowhere", "dir/report"), ("somewhere", "report")] {
         symlink(place.path(target), place.path(name)).expect("symlink");
     }
-    says(&place, 1, "No such file or directory", &["full --volume v --device @/image --report @/nowhere"]);
+    let told = "/nowhere cannot be written: its directory does not exist";
+    says(&place, 1, told, &["full --volume v --device @/image --report @/nowhere"]);
     assert_eq!(place.list(), [backup]);
     let made = json(0, place.backup("full", &["--report", arg(&place.path("somewhere"))]));
     let told: serde_json::Value =

@@ -233,7 +233,9 @@ impl<'w> Cluster<'w> {
 }
 
 fn start(world: &World, kubeconfig: &Path, more: &[&str]) -> Child {
-    let mut command = tool(world, kubeconfig, &["run", "--pvc", "data", "--output", "json", "--namespace"]);
+    // The claim of the repository is its directory: where the pod has it is not looked at.
+    let run = ["run", "--pvc", "data", "--repository-claim", "backups", "--output", "json", "--namespace"];
+    let mut command = tool(world, kubeconfig, &run);
     command.arg(&world.namespace).args(more).spawn().expect("start cbt-backup")
 }
 
@@ -306,7 +308,7 @@ pub async fn a_plugin_of_kubectl_takes_its_flags(world: World) {
         let mut command = tool(&world, Path::new("/none"), &[]);
         command.arg0("kubectl-cbt").args(line.split(' ')).args(more).spawn().expect("start kubectl-cbt")
     };
-    let run = "run --pvc data --output json --patience 2s --kubeconfig";
+    let run = "run --pvc data --repository-claim backups --output json --patience 2s --kubeconfig";
     let mut cluster = Cluster::new(&world, &account);
     for (more, words) in [
         (&[][..], "Connection refused"),

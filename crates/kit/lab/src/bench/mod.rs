@@ -68,7 +68,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "SIZE,...", default_value = "1Gi", value_delimiter = ',', value_parser = volume_size)]
     size: Vec<Quantity>,
     /// How many snapshots a volume has when one more is measured, such as 1,10,100,1000; 0: leave that out.
-    #[arg(long, value_name = "NUMBER,...", default_value = "1,10", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(..=10_000))]
+    #[arg(long, value_name = "NUMBER,...", default_value = "1,10", value_delimiter = ',', value_parser = shell::within::<u64>(0..=10_000))]
     snapshots: Vec<u64>,
     /// Data that is written before the first snapshot, in pieces of 1Mi at random places: 1Mi to 4Gi, and not more than the
     /// smallest volume.
@@ -78,7 +78,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "PERCENT,...", default_value = "0.01,1,10", value_delimiter = ',', value_parser = percent)]
     changed: Vec<f64>,
     /// How often each size is measured.
-    #[arg(long, value_name = "NUMBER", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    #[arg(long, value_name = "NUMBER", default_value_t = 3, value_parser = shell::within::<u64>(1..=1000))]
     runs: u64,
     /// Time between a snapshot and a delta that is asked for later.
     #[arg(long, value_name = "AGE", default_value = "3s", value_parser = pause)]
@@ -179,7 +179,8 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
         check(file)?;
     }
     if let Some(dir) = arguments.bare_dir.as_ref().filter(|dir| !dir.is_dir()) {
-        return Err(format!("--bare-dir {}: there is no such directory", dir.display()));
+        let why = if dir.exists() { "it is a file, not a directory" } else { "there is no such directory" };
+        return Err(format!("--bare-dir {}: {why}", dir.display()));
     }
     let mut sizes: Vec<u64> = arguments.size.iter().map(|size| size.0).collect();
     sizes.sort_unstable();

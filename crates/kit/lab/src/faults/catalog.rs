@@ -41,7 +41,7 @@ pub(super) const VALUES: &[(&str, &str)] = &[
 
 /// What a fault can be limited to, whichever it is.
 pub(super) const LIMITS: &[(&str, &str)] = &[
-    ("call", "calls of this name, as in GetMetadataDelta; `*` is all, `+` joins several"),
+    ("call", "calls of this name of CSI, as in GetMetadataDelta; `*` is all, `+` joins several"),
     ("snapshot", "calls about this snapshot: its id, or its name at a gateway"),
     (
         "when",

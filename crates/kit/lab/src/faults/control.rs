@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::catalog;
 use super::proxy::Proxy;
-use super::spec::parse_all;
+use super::spec::{parse_all, parse_some};
 
 pub(super) fn router(proxy: Arc<Proxy>) -> Router {
     let faults = get(async |State(proxy): State<Arc<Proxy>>| json(&proxy.active.rows()))
@@ -40,11 +40,8 @@ fn json(value: &impl Serialize) -> Response {
 
 /// On a mistake in any of them nothing changes.
 fn set(proxy: &Proxy, text: &str, replaces: bool) -> Response {
-    match parse_all(text) {
-        Ok(specs) if specs.is_empty() && !replaces => {
-            (StatusCode::BAD_REQUEST, "the body names no fault: write one a line, as in cut:after=3\n")
-                .into_response()
-        }
+    let specs = if replaces { parse_all(text) } else { parse_some(text) };
+    match specs {
         Ok(specs) => {
             let added = match replaces {
                 true => proxy.active.replace(specs),

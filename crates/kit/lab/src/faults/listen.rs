@@ -1,6 +1,7 @@
 //! Connections of clients: each is served by itself, so that a fault can close one.
 
 use std::convert::Infallible;
+use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -125,15 +126,16 @@ fn acceptor(chain: &[u8], key: &[u8]) -> Result<TlsAcceptor, String> {
 impl Listener {
     /// Listens at an address; `tls` is what an https one shows.
     pub async fn bind(address: &Address, tls: Option<Tls>) -> Result<Self, String> {
-        let failed = |error: io::Error| format!("listen at {address}: {error}");
+        let failed = |error: &dyn Display| format!("listen at {address}: {error}");
         match address {
             Address::Unix(path) => {
-                let (listener, file) = socket::bind(path).await.map_err(failed)?;
+                let (listener, file) = socket::bind(path).await.map_err(|error| failed(&error))?;
                 Ok(Listener { accept: Accept::Unix { listener, _file: file }, address: address.clone() })
             }
             Address::Tcp { host, port, tls: is_tls } => {
-                let listener = TcpListener::bind((host.as_str(), *port)).await.map_err(failed)?;
-                let bound: SocketAddr = listener.local_addr().map_err(failed)?;
+                let listener =
+                    TcpListener::bind((host.as_str(), *port)).await.map_err(|error| failed(&error))?;
+                let bound: SocketAddr = listener.local_addr().map_err(|error| failed(&error))?;
                 let address = Address::Tcp { host: host.clone(), port: bound.port(), tls: *is_tls };
                 Ok(Listener { accept: Accept::Tcp(listener, tls), address })
             }

@@ -44,7 +44,7 @@ pub(crate) use listen::{Listener, Tls};
 pub(crate) use play::{answer, response, trailers};
 pub(crate) use proxy::Proxy;
 pub(crate) use request::Stream;
-use spec::{Spec, parse_all};
+use spec::{Spec, parse_all, parse_some};
 pub(crate) use upstream::{Local, Upstream};
 
 /// Proxy a CSI driver's socket or a gateway's address, and inject faults.
@@ -88,7 +88,7 @@ pub(crate) struct Faults {
     #[arg(long, value_name = "FILE")]
     faults_file: Option<PathBuf>,
     /// What decides where a fault leaves it to chance.
-    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = shell::within::<u64>(0..=u64::MAX))]
     pub seed: u64,
     /// Address of the HTTP API that turns faults on and off, as in 127.0.0.1:9900; port 0 takes a free one. It
     /// has no access control.
@@ -129,7 +129,7 @@ impl Faults {
             specs.extend(parse_all(&text).map_err(|error| Usage(format!("{}: {error}", path.display())))?);
         }
         for text in &self.fault {
-            specs.extend(parse_all(text).map_err(|error| Usage(format!("--fault: {error}")))?);
+            specs.extend(parse_some(text).map_err(|error| Usage(format!("--fault: {error}")))?);
         }
         Ok(specs)
     }

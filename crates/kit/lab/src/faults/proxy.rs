@@ -22,7 +22,7 @@ use super::change::{About, Message};
 use super::play::{Guarded, Play, answer, replaced};
 use super::request::{Asked, Stream, changed, lacks_secret};
 use super::seen::Seen;
-use super::spec::{Spec, parse_all};
+use super::spec::{Spec, parse_some};
 use super::upstream::{Reader, Upstream};
 
 /// Metadata of a request: the faults that it alone meets.
@@ -384,7 +384,7 @@ fn marked(marker: Option<HeaderValue>) -> Result<Vec<Spec>, Status> {
     let text =
         marker.to_str().map_err(|_| Status::invalid_argument(format!("{REQUEST_MARKER} is not ASCII")))?;
     let specs =
-        parse_all(text).map_err(|error| Status::invalid_argument(format!("{REQUEST_MARKER}: {error}")))?;
+        parse_some(text).map_err(|error| Status::invalid_argument(format!("{REQUEST_MARKER}: {error}")))?;
     let counts = |spec: &&Spec| {
         let limits = &spec.limits;
         limits.nth.or(limits.first).or(limits.every).is_some() || limits.share.is_some()
@@ -402,7 +402,7 @@ fn take_marker(body: &mut Bytes) -> Result<Vec<Spec>, Status> {
     let mut request: CreateSnapshotRequest = unframe(body.clone())?;
     let Some(marker) = request.parameters.remove(SNAPSHOT_MARKER) else { return Ok(Vec::new()) };
     *body = frame(&request);
-    parse_all(&marker)
+    parse_some(&marker)
         .map_err(|error| Status::invalid_argument(format!("parameter {SNAPSHOT_MARKER}: {error}")))
 }
 

@@ -1,10 +1,14 @@
 //! How a fault is written: `name:key=value,key=value`, several joined by `;` or a line each. The same on the command
 //! line, in a file, over HTTP and in a request's own marker.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::LazyLock;
 
 use base::Quantity;
+use prost::Message;
+use prost_types::FileDescriptorSet;
 use tonic::Code;
 
 use super::catalog::{CATALOG, CONNECTION, Entry, Kind, LIMITS, find};
@@ -59,6 +63,8 @@ pub(super) enum When {
 /// Why a text is no fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum SpecError {
+    #[error("{0:?} names no fault: write one a line, as in cut:after=3")]
+    None(String),
     #[error("there is no fault {name:?}{}: `cbt-lab faults --list` names them", near(.name))]
     Name { name: String },
     #[error("{pair:?} in {text:?} is not key=value")]
@@ -92,6 +98,16 @@ fn code(text: &str) -> Option<Code> {
 
 const A_CODE: &str = "write a gRPC code, as in NOT_FOUND";
 const A_NUMBER: &str = "write a number of 1 or more";
+/// All calls of CSI, as its contract has them. The two of the Kubernetes API have names of its.
+static CALLS: LazyLock<BTreeSet<String>> = LazyLock::new(|| {
+    let files = FileDescriptorSet::decode(proto::FILE_DESCRIPTOR_SET).map(|set| set.file).unwrap_or_default();
+    let services = files.into_iter().flat_map(|file| file.service);
+    services.flat_map(|service| service.method).filter_map(|method| method.name).collect()
+});
+static A_CALL: LazyLock<String> = LazyLock::new(|| {
+    let calls: Vec<&str> = CALLS.iter().map(String::as_str).collect();
+    format!("write * or the name of a call, which are {}", calls.join(", "))
+});
 
 impl Values {
     fn none() -> Self {
@@ -147,14 +163,11 @@ impl Limits {
         let set = match key {
             "call" => {
                 self.calls = text.split('+').map(str::to_owned).collect();
-                let is_name = |call: &String| {
-                    !call.is_empty() && (call == "*" || call.chars().all(|c| c.is_ascii_alphanumeric()))
-                };
                 self.calls
                     .iter()
-                    .all(is_name)
+                    .all(|call| call == "*" || CALLS.contains(call))
                     .then_some(())
-                    .ok_or("write the name of a call, as in CreateSnapshot")
+                    .ok_or(A_CALL.as_str())
             }
             "snapshot" => {
                 self.snapshot = Some(text.to_owned());
@@ -247,6 +260,14 @@ impl fmt::Display for Spec {
     }
 }
 
+/// The same of a text that is to name a fault. One that names none would have no effect, which nobody asks for.
+pub(super) fn parse_some(text: &str) -> Result<Vec<Spec>, SpecError> {
+    match parse_all(text)? {
+        specs if specs.is_empty() => Err(SpecError::None(text.to_owned())),
+        specs => Ok(specs),
+    }
+}
+
 /// Reads faults that are joined by `;`, or a line each. A `#` starts a comment.
 pub(super) fn parse_all(text: &str) -> Result<Vec<Spec>, SpecError> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or(""));
@@ -304,6 +325,8 @@ mod tests {
             ("cut:share=NaN", "from 0 to 1"),
             ("cut:when=never", "whole, resumed"),
             ("cut:call=Get Metadata", "name of a call"),
+            ("cut:call=GetMetadatDelta", ", GetMetadataDelta, "),
+            ("cut:call=Probe+", "name of a call"),
             ("lose-share:percent=101", "0 to 100"),
             ("error-becomes:from=OK", "of an error"),
             ("burst:of=0", "1 or more"),

@@ -48,10 +48,10 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "NAME=SIZE", value_parser = volume)]
     volume: Vec<(String, u64)>,
     /// Snapshots that each of these volumes has: NAME-1, NAME-2 and so on.
-    #[arg(long, value_name = "NUMBER", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
+    #[arg(long, value_name = "NUMBER", default_value_t = 0, value_parser = shell::within::<u64>(0..=10_000))]
     snapshots: u64,
     /// Blocks that change before each snapshot, where its parameters do not say it.
-    #[arg(long, value_name = "NUMBER", default_value_t = 1000)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 1000, value_parser = shell::within::<u64>(0..=u64::MAX))]
     changes: u64,
     /// Bytes of a block: a power of two from 512 to 64Mi.
     #[arg(long, value_name = "SIZE", default_value = "4Ki", value_parser = block_size)]

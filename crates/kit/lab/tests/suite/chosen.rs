@@ -50,10 +50,16 @@ async fn faults_are_chosen_while_it_runs() {
     request.metadata_mut().insert("cbt-lab-fault", "refuse:code=DATA_LOSS".parse().expect("ASCII"));
     let refused = client.metadata.get_metadata_delta(request).await.expect_err("it is marked");
     assert_eq!(refused.code(), tonic::Code::DataLoss);
-    let mut request = tonic::Request::new(ProbeRequest {});
-    request.metadata_mut().insert("cbt-lab-fault", "cutt".parse().expect("ASCII"));
-    let refused = client.identity.probe(request).await.expect_err("no fault");
-    assert!(refused.message().contains("there is cut"), "{refused}");
+    for (marker, part) in [("cutt", "there is cut"), ("", "names no fault")] {
+        let mut request = tonic::Request::new(ProbeRequest {});
+        request.metadata_mut().insert("cbt-lab-fault", marker.parse().expect("ASCII"));
+        let refused = client.identity.probe(request).await.expect_err("no fault");
+        assert!(refused.message().contains(part), "{refused}");
+        let mut marked = of_snapshot("wrong", "v", "0+4Ki");
+        marked.parameters.insert("cbt-lab.fault".into(), marker.into());
+        let refused = client.controller.create_snapshot(marked).await.expect_err("no fault");
+        assert!(refused.message().contains(part), "{refused}");
+    }
     assert_eq!(read(&mut client, &question, &bound(2), Duration::ZERO).await, whole);
 
     // All calls about one snapshot, from the class that it is made with. The driver does not see that parameter.

@@ -58,6 +58,9 @@ fn what_is_wrong_in_itself_says_so_and_exits_with_2() {
         (&[&faults[..], &["--fault", "cutt"]].concat()[..], "there is cut"),
         (&[&faults[..], &["--fault", "cut:ms=1"]].concat(), "it takes after"),
         (&[&faults[..], &["--fault", "tls-expired"]].concat(), "https://"),
+        (&[&faults[..], &["--fault", "cut:call=GetMetadatDelta"]].concat(), ", GetMetadataDelta, "),
+        (&[&faults[..], &["--fault", ""]].concat(), "it is empty"),
+        (&[&faults[..], &["--fault", "# none"]].concat(), "names no fault"),
         (&[&faults[..], &["--control", "nowhere"]].concat(), "--control"),
         (&["faults", "--listen", "csi.sock", "--upstream", &upstream], "unix:///path"),
         (&["faults", "--listen", &listen], "--upstream"),
@@ -66,6 +69,8 @@ fn what_is_wrong_in_itself_says_so_and_exits_with_2() {
         (&["faults", "--listen", &listen, "--upstream", "https://127.0.0.1:1"], "--upstream-ca"),
         (&[&mock[..], &["--volume", "disk"]].concat(), "NAME=SIZE"),
         (&[&mock[..], &["--block-size", "3000"]].concat(), "power of two"),
+        (&[&mock[..], &["--fault", "cut:call=Getmetadatadelta"]].concat(), ", GetMetadataDelta, "),
+        (&[&mock[..], &["--changes", "-1"]].concat(), "-1 is not in 0..=18446744073709551615"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-lab"));
         let output = command.args(arguments).output().expect("run");
