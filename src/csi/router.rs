@@ -29,8 +29,8 @@ use crate::metric;
 use base::DataDirKey;
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
-    ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
-    FindRequest, FindResponse, Kind,
+    AbandonRequest, AbandonResponse, ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse,
+    DescribeRequest, DescribeResponse, FindRequest, FindResponse, Kind,
 };
 use proto::transfer::transfer_server::TransferServer;
 use serve::identity::{Identity, Role};
@@ -276,3 +276,13 @@ impl Node for NodeService {
         .await
     }
 }
+
+    async fn abandon(&self, request: Request<AbandonRequest>) -> Result<Response<AbandonResponse>, Status> {
+        let AbandonRequest { volume_id, unasked_seconds, gone_source_id } = request.into_inner();
+        unary(&self.driver, rpc_span!("Abandon", volume_id = volume_id), move |driver| {
+            let unasked = Duration::from_secs(unasked_seconds);
+            let is_gone = driver.transfers.abandon(&volume_id, unasked, &gone_source_id)?;
+            Ok(AbandonResponse { is_volume: !is_gone })
+        })
+        .await
+    }

@@ -217,12 +217,7 @@ impl Transfers {
             if transfer.state().asked.elapsed() < UNASKED {
                 continue;
             }
-            let removed = self
-                .shared
-                .locks
-                .take(LockKey::Volume(id.clone()))
-                .and_then(|lock| self.table.remove(id, &lock));
-            match removed {
+            match self.abandon(id.as_str(), UNASKED, "") {
                 Ok(_) => {
                     tracing::warn!(volume_id = %id, "a transfer was removed: CreateVolume was not called for it in an hour")
                 }
@@ -230,6 +225,26 @@ impl Transfers {
                     let error = error.explain(&self.shared.config.data_dir);
                     tracing::warn!(volume_id = %id, error, "an abandoned transfer could not be removed");
                 }
+    /// Removes the transfer that makes this volume, unless a call came for it in the time `unasked`; if its source is `gone`, in any
+    /// case. Returns `false` if it became a volume, which stays.
+    pub fn abandon(&self, id: &str, unasked: Duration, gone: &str) -> Result<bool> {
+        let Ok(id) = id.parse::<VolumeId>() else { return Ok(true) };
+        let lock = self.shared.locks.take(LockKey::Volume(id.clone()))?;
+        let found = self.table.known().get(&id).cloned();
+        if let Some(transfer) = found {
+            let is_gone = match &transfer.record.source {
+                Some(Source::Snapshot(source)) => source.as_str() == gone,
+                Some(Source::Volume(source)) => source.as_str() == gone,
+                None => false,
+            };
+            if !is_gone && transfer.state().asked.elapsed() < unasked {
+                return Err(transfer.busy());
+            }
+            self.table.remove(&id, &lock)?;
+        }
+        Ok(self.shared.store.read(|index| index.volume(&id).is_none()))
+    }
+
             }
         }
     }

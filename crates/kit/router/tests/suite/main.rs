@@ -25,5 +25,6 @@ mod transfer_figures;
 mod transfer_holes;
 mod transfer_kills;
 #[cfg(feature = "failpoints")]
+mod transfer_names;
 mod transfer_points;
 mod transfers;
