@@ -20,10 +20,11 @@ use tonic::transport::{self, Server};
 use tonic::{Request, Response, Status, async_trait};
 
 use super::controller::{create_volume, encode_created};
+use super::puller::Puller;
 use super::rpc::{rpc_span, unary};
 use super::server::cluster_services;
 use super::snapshot_metadata::SnapshotMetadataService;
-use super::transfer::{MAX_MESSAGE, Puller, TransferService};
+use super::transfer::{MAX_MESSAGE, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};
 use crate::metric;
 use base::DataDirKey;
@@ -275,7 +276,6 @@ impl Node for NodeService {
         })
         .await
     }
-}
 
     async fn abandon(&self, request: Request<AbandonRequest>) -> Result<Response<AbandonResponse>, Status> {
         let AbandonRequest { volume_id, unasked_seconds, gone_source_id } = request.into_inner();
@@ -286,3 +286,4 @@ impl Node for NodeService {
         })
         .await
     }
+}
