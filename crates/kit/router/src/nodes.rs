@@ -286,6 +286,13 @@ impl Nodes {
             Ok(Ok(answer)) => answer.into_inner(),
             Ok(Err(status)) => return Err(format!("{:?}: {}", status.code(), status.message())),
             Err(_) => return Err(format!("it says nothing for {} s", self.patience.as_secs_f64())),
+        let own = format!("topology.{}/node", described.driver_name);
+        if described.topology.get(&own) != Some(&described.node_id) {
+            return Err(format!(
+                "its topology must have {own} with its node id, {:?}, and is {:?}",
+                described.node_id, described.topology
+            ));
+        }
         };
         let key: DataDirKey = described.key.parse().map_err(|_| format!("its key is {:?}", described.key))?;
         if link.key() != Some(key) {
