@@ -99,7 +99,7 @@ impl Router {
                 found.id, other.name
             )));
         }
-        if chosen != node.key && found.is_empty() {
+        if chosen != node.key {
             let node = match self.nodes.lookup(chosen) {
                 Lookup::Found(other) => other.name.clone(),
                 Lookup::Unavailable(_) | Lookup::Forgotten => chosen.to_string(),
