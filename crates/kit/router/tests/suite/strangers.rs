@@ -482,10 +482,7 @@ async fn a_node_whose_topology_is_not_its_own_is_not_used(
     let error = router.client.clone().delete_volume(&id("vol", KEY, 1)).await.expect_err("it is not used");
     assert_eq!(error.code(), Code::Unavailable, "{error}");
     let message = error.status.message();
-    assert!(
-        message.contains(&address) && message.contains(why) && !message.contains("forget"),
-        "{error}"
-    );
+    assert!(message.contains(&address) && message.contains(why) && !message.contains("forget"), "{error}");
     cluster.router = Some(router);
     cluster.volume_on(0, "honest").await;
     cluster.finish();
