@@ -8,6 +8,7 @@ pub(crate) mod fuzz;
 mod group_controller;
 mod identity;
 mod node;
+mod puller;
 mod router;
 mod rpc;
 mod server;

@@ -20,17 +20,18 @@ use tonic::transport::{self, Server};
 use tonic::{Request, Response, Status, async_trait};
 
 use super::controller::{create_volume, encode_created};
+use super::puller::Puller;
 use super::rpc::{rpc_span, unary};
 use super::server::cluster_services;
 use super::snapshot_metadata::SnapshotMetadataService;
-use super::transfer::{MAX_MESSAGE, Puller, TransferService};
+use super::transfer::{MAX_MESSAGE, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};
 use crate::metric;
 use base::DataDirKey;
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
-    ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
-    FindRequest, FindResponse, Kind,
+    AbandonRequest, AbandonResponse, ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse,
+    DescribeRequest, DescribeResponse, FindRequest, FindResponse, Kind,
 };
 use proto::transfer::transfer_server::TransferServer;
 use serve::identity::{Identity, Role};
@@ -272,6 +273,16 @@ impl Node for NodeService {
             };
             let record = driver.transfers.create_volume(&create, Box::new(way))?;
             Ok(CreateFromResponse { created: encode_created(&driver, &record).encode_to_vec() })
+        })
+        .await
+    }
+
+    async fn abandon(&self, request: Request<AbandonRequest>) -> Result<Response<AbandonResponse>, Status> {
+        let AbandonRequest { volume_id, unasked_seconds, gone_source_id } = request.into_inner();
+        unary(&self.driver, rpc_span!("Abandon", volume_id = volume_id), move |driver| {
+            let unasked = Duration::from_secs(unasked_seconds);
+            let is_gone = driver.transfers.abandon(&volume_id, unasked, &gone_source_id)?;
+            Ok(AbandonResponse { is_volume: !is_gone })
         })
         .await
     }

@@ -1,8 +1,7 @@
-//! Transfers between nodes, `deltapath.transfer.v1`: the service for nodes that read here, and the client for reading there.
+//! Transfers between nodes, `deltapath.transfer.v1`: the service for nodes that read here. `puller.rs` reads there.
 //!
 //! The certificate identifies the caller; the ticket names what it may open. Handles opened by other nodes are rejected.
 
-use std::error::Error as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,16 +11,14 @@ use roaring::RoaringBitmap;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::Channel;
-use tonic::{Code, Request, Response, Status, Streaming, async_trait};
+use tonic::{Request, Response, Status, async_trait};
 
 use super::rpc::{rpc_span, unary};
 use super::status::status;
-use crate::driver::{Blocks, Driver, OpenSource, Opened, Remote, RemoteFault};
+use crate::driver::{Blocks, COMPARED, Driver, OpenSource};
 use crate::metric;
-use base::{BlockSize, ByteRange, DataDirKey, SnapshotId, Stop, Stopped, VolumeId};
+use base::{DataDirKey, SnapshotId, Stop, Stopped, VolumeId};
 use cbt::SegmentIndex;
-use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::transfer_server::Transfer;
 use proto::transfer::{
     BlocksRequest, CloseRequest, CloseResponse, HashesResponse, MapRequest, MapResponse, OpenRequest,
@@ -33,14 +30,10 @@ use serve::mutual::Mutual;
 
 /// Bytes of a message at most: a block of 4 MiB with its hash.
 pub(super) const MAX_MESSAGE: usize = 8 << 20;
-/// Bytes that a connection takes in before they are written.
-const WINDOW: u32 = 4 << 20;
-/// How long a node may take to answer a connection, and to give a sign of life on it.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How often it is looked whether a call is still wanted.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Answers that are made at once, each in a thread.
 const ANSWERS: usize = 16;
+/// How long a reader may leave a message of an answer, which keeps a thread. Tests have less time.
+const UNTAKEN: Duration = if cfg!(test) { Duration::from_millis(500) } else { Duration::from_secs(300) };
 /// Messages of an answer that are made before they are sent, so that the two threads need not wait for each other each time.
 const AHEAD: usize = 4;
 
@@ -86,12 +79,12 @@ fn reader<T>(request: &Request<T>) -> Result<String, Status> {
     }
 }
 
-fn decode_blocks(bytes: &[u8]) -> Result<RoaringBitmap, Status> {
+pub(super) fn decode_blocks(bytes: &[u8]) -> Result<RoaringBitmap, Status> {
     let blocks = RoaringBitmap::deserialize_from(bytes);
     blocks.map_err(|error| Status::invalid_argument(format!("the blocks cannot be decoded: {error}")))
 }
 
-fn encode_blocks(blocks: &RoaringBitmap) -> Vec<u8> {
+pub(super) fn encode_blocks(blocks: &RoaringBitmap) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(blocks.serialized_size());
     // A Vec takes everything.
     let _ = blocks.serialize_into(&mut bytes);
@@ -112,12 +105,16 @@ impl Transfer for TransferService {
             return Err(Status::permission_denied(format!("the ticket is refused: {refused}")));
         }
         let is_id = source_id.parse::<SnapshotId>().is_ok() || source_id.parse::<VolumeId>().is_ok();
-        if !is_id || volume_id.parse::<VolumeId>().is_err() {
-            return Err(Status::invalid_argument("source_id and volume_id must be ids of this driver"));
+        let is_readers = DataDirKey::of(&volume_id).is_some_and(|key| key.to_string() == reader);
+        if !is_id || volume_id.parse::<VolumeId>().is_err() || !is_readers {
+            return Err(Status::invalid_argument(
+                "source_id must be an id of this driver, and volume_id that of a volume of the node that asks",
+            ));
         }
         let span = rpc_span!("Open", source_id = source_id, volume_id = volume_id);
         unary(&self.driver, span, move |driver| {
             let (point, opened) = driver.sources.open(&source_id, &reader, &volume_id)?;
+            let (filesystem, most_bytes) = opened.filesystem.unwrap_or_default();
             Ok(OpenResponse {
                 point,
                 capacity: opened.capacity,
@@ -126,6 +123,8 @@ impl Transfer for TransferService {
                 segments: opened.segments.iter().map(|index| index.0).collect(),
                 allocated_blocks: opened.allocated_blocks,
                 relatives: opened.relatives,
+                filesystem,
+                most_bytes,
             })
         })
         .await
@@ -149,7 +148,7 @@ impl Transfer for TransferService {
         let wish = stop.0.clone();
         let hashes = self
             .work(source, move |source| {
-                source.check(index, &blocks)?;
+                source.check(index, &blocks, COMPARED as u64)?;
                 source.hashes(index, &blocks, &wish)
             })
             .await?;
@@ -168,7 +167,7 @@ impl Transfer for TransferService {
         let driver = self.driver.clone();
         tokio::task::spawn_blocking(move || {
             let _turn = turn;
-            let read = source.check(index, &blocks).and_then(|()| {
+            let read = source.check(index, &blocks, source.fetched()).and_then(|()| {
                 source.read(
                     index,
                     &blocks,
@@ -177,14 +176,12 @@ impl Transfer for TransferService {
                     |Blocks { data, hashes, holes }| {
                         metrics::counter!(metric::TRANSFER_SENT_BYTES_TOTAL).increment(data.len() as u64);
                         let holes = holes.iter().flat_map(|hole| [hole.start, hole.len()]).collect();
-                        let message = ReadResponse { data, hashes, holes };
-                        // The caller is gone.
-                        messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
+                        hand_over(&messages, Ok(ReadResponse { data, hashes, holes }))
                     },
                 )
             });
             if let Err(error) = read {
-                let _ = messages.blocking_send(Err(status(&driver, &error)));
+                let _ = hand_over(&messages, Err(status(&driver, &error)));
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(answer))))
@@ -201,6 +198,16 @@ impl Transfer for TransferService {
     }
 }
 
+/// Waits until a message of an answer is taken. Fails if its reader is gone, or takes nothing for too long: then the answer is cut
+/// short, and the reader asks for the rest.
+fn hand_over(
+    messages: &mpsc::Sender<Result<ReadResponse, Status>>,
+    message: Result<ReadResponse, Status>,
+) -> Result<(), Stopped> {
+    let handed = Handle::current().block_on(messages.send_timeout(message, UNTAKEN));
+    handed.map_err(|_| Stopped::Cancelled)
+}
+
 struct StopOnDrop(Stop);
 
 impl Drop for StopOnDrop {
@@ -209,155 +216,22 @@ impl Drop for StopOnDrop {
     }
 }
 
-/// A source on another node, as its driver gives it out.
-pub(super) struct Puller {
-    runtime: Handle,
-    client: TransferClient<Channel>,
-    node: String,
-    ticket: Vec<u8>,
-    source: String,
-    point: String,
-    answer: Option<Streaming<ReadResponse>>,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl Puller {
-    /// The way to a source. To be made in a runtime; used from threads outside of it.
-    pub(super) fn new(
-        tls: &Arc<Mutual>,
-        address: &str,
-        key: DataDirKey,
-        ticket: Vec<u8>,
-        source: String,
-    ) -> Self {
-        let channel = tls.channel(address, &key.to_string(), PATIENCE, WINDOW);
-        Puller {
-            runtime: Handle::current(),
-            client: TransferClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
-            node: format!("the node {key} at {address}"),
-            ticket,
-            source,
-            point: String::new(),
-            answer: None,
-        }
-    }
-
-    /// Waits for an answer, for as long as it is wanted.
-    fn wait<T>(&self, stop: &Stop, call: impl Future<Output = Result<T, Status>>) -> Result<T, RemoteFault> {
-        let answered = self.runtime.block_on(async {
-            let mut call = std::pin::pin!(call);
-            loop {
-                if let Ok(answered) = tokio::time::timeout(POLL_INTERVAL, &mut call).await {
-                    return Some(answered);
-                }
-                if stop.check().is_err() {
-                    return None;
-                }
-            }
+    #[test]
+    fn a_reader_that_takes_nothing_holds_no_answer_for_ever() {
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        let (messages, answer) = mpsc::channel(1);
+        let (tell, told) = std::sync::mpsc::channel();
+        runtime.spawn_blocking(move || {
+            let message = || Ok(ReadResponse::default());
+            let _ = tell.send([hand_over(&messages, message()), hand_over(&messages, message())]);
         });
-        match answered {
-            None => Err(RemoteFault::Stopped),
-            Some(answered) => answered.map_err(|status| self.fault(&status)),
-        }
-    }
-
-    fn fault(&self, status: &Status) -> RemoteFault {
-        let said = || format!("{} says: {}", self.node, status.message());
-        // A status that has a source was made by the transport, and not by the node.
-        if let Some(broken) = status.source() {
-            return RemoteFault::Unavailable(format!(
-                "{} does not answer: {}",
-                self.node,
-                base::report(broken)
-            ));
-        }
-        match status.code() {
-            Code::NotFound => RemoteFault::Gone(format!("{} on {}", self.source, self.node)),
-            Code::DataLoss | Code::Internal => RemoteFault::Damaged(said()),
-            Code::FailedPrecondition | Code::InvalidArgument | Code::OutOfRange | Code::Unimplemented => {
-                RemoteFault::Refused(said())
-            }
-            _ => RemoteFault::Unavailable(said()),
-        }
-    }
-
-    fn request(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> BlocksRequest {
-        let (point, blocks) = (self.point.clone(), encode_blocks(blocks));
-        BlocksRequest { point, segment: index.0, blocks, without_holes: true }
-    }
-}
-
-impl Remote for Puller {
-    fn open(&mut self, volume_id: &str, stop: &Stop) -> Result<Opened, RemoteFault> {
-        let request = OpenRequest {
-            ticket: self.ticket.clone(),
-            source_id: self.source.clone(),
-            volume_id: volume_id.to_owned(),
-        };
-        let mut client = self.client.clone();
-        let opened = self.wait(stop, client.open(request))?.into_inner();
-        let block_size = BlockSize::try_from(u64::from(opened.block_size));
-        let block_size =
-            block_size.map_err(|error| RemoteFault::Refused(format!("{} says: {error}", self.node)))?;
-        (self.point, self.answer) = (opened.point, None);
-        Ok(Opened {
-            capacity: opened.capacity,
-            block_size,
-            tracking: opened.tracking,
-            segments: opened.segments.into_iter().map(SegmentIndex).collect(),
-            allocated_blocks: opened.allocated_blocks,
-            relatives: opened.relatives,
-        })
-    }
-
-    fn map(&mut self, index: SegmentIndex, stop: &Stop) -> Result<RoaringBitmap, RemoteFault> {
-        let request = MapRequest { point: self.point.clone(), segment: index.0 };
-        let mut client = self.client.clone();
-        let map = self.wait(stop, client.map(request))?.into_inner();
-        decode_blocks(&map.blocks).map_err(|status| self.fault(&status))
-    }
-
-    fn hashes(
-        &mut self,
-        index: SegmentIndex,
-        blocks: &RoaringBitmap,
-        stop: &Stop,
-    ) -> Result<Vec<u8>, RemoteFault> {
-        let request = self.request(index, blocks);
-        let mut client = self.client.clone();
-        Ok(self.wait(stop, client.hashes(request))?.into_inner().hashes)
-    }
-
-    fn read(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<(), RemoteFault> {
-        let request = self.request(index, blocks);
-        let mut client = self.client.clone();
-        self.answer = Some(self.wait(stop, client.read(request))?.into_inner());
-        Ok(())
-    }
-
-    fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault> {
-        let Some(mut answer) = self.answer.take() else { return Ok(None) };
-        let message = self.wait(stop, answer.message())?;
-        Ok(message.map(|ReadResponse { data, hashes, holes }| {
-            self.answer = Some(answer);
-            let (holes, _) = holes.as_chunks();
-            // What is too long is past the end of the blocks, which is refused where it is used.
-            let hole =
-                |[start, length]: &[u64; 2]| ByteRange { start: *start, end: start.saturating_add(*length) };
-            Blocks { data, hashes, holes: holes.iter().map(hole).collect() }
-        }))
-    }
-
-    fn close(&mut self) {
-        let request = CloseRequest { point: std::mem::take(&mut self.point) };
-        let mut client = self.client.clone();
-        // If that fails, it is closed after a while without reads.
-        let closed = self.wait(&Stop::at(Some(std::time::Instant::now() + PATIENCE)), client.close(request));
-        if let Err(fault) = closed {
-            tracing::debug!(?fault, node = self.node, "a source could not be closed");
-        }
-    }
-
-    fn node(&self) -> &str {
-        &self.node
+        let handed = told.recv_timeout(Duration::from_secs(20));
+        assert!(matches!(handed, Ok([Ok(()), Err(Stopped::Cancelled)])), "{handed:?}");
+        drop(answer);
+        runtime.shutdown_background();
     }
 }

@@ -170,6 +170,7 @@ impl Driver {
                 copier: copier.clone(),
                 table,
                 throttle: Throttle::new(shared().config.transfer_rate.map(|rate| rate.0)),
+                opening: Mutex::default(),
                 working: Mutex::default(),
             }),
             sources: Sources::new(shared(), snapshots.clone()),

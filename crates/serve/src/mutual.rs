@@ -224,16 +224,34 @@ impl Mutual {
 
     /// Connects to a node. The key of its data directory, which its certificate names, is for the caller to look at.
     pub async fn connect(&self, address: &str) -> io::Result<(TlsStream<TcpStream>, String)> {
-        let config = self.client().ok_or_else(|| {
+        self.greet(self.dial(address).await?, address).await
+    }
+
+    fn certified(&self) -> io::Result<Arc<ClientConfig>> {
+        self.client().ok_or_else(|| {
             io::Error::other("this side has no certificate yet: its files are missing or not valid")
-        })?;
+        })
+    }
+
+    /// The first half of it: something accepts.
+    pub async fn dial(&self, address: &str) -> io::Result<TcpStream> {
+        self.certified()?;
         let stream = TcpStream::connect(address)
             .await
             .map_err(|error| io::Error::new(error.kind(), format!("connect to {address}: {error}")))?;
         stream.set_nodelay(true)?;
+        Ok(stream)
+    }
+
+    /// The second half: it is a node.
+    pub async fn greet(
+        &self,
+        stream: TcpStream,
+        address: &str,
+    ) -> io::Result<(TlsStream<TcpStream>, String)> {
         // Who the node is stands in its certificate, and not in its name.
         let name = ServerName::try_from("node").map_err(io::Error::other)?;
-        let stream = TlsConnector::from(config)
+        let stream = TlsConnector::from(self.certified()?)
             .connect(name, stream)
             .await
             .map_err(|error| io::Error::new(error.kind(), format!("TLS with {address}: {error}")))?;

@@ -82,20 +82,28 @@ impl Superblock {
 
     /// Fails if a volume of `capacity` bytes is larger than its filesystem can be.
     pub(in crate::driver) fn check_growth(&self, field: &'static str, capacity: u64) -> Result<()> {
-        match capacity <= self.most {
-            true => Ok(()),
-            false => Err(Error::OutOfRange {
-                field,
-                value: i128::from(capacity),
-                want: format!(
-                    "at most {} ({}): the {} of this volume was made too small to grow further without harm. Make \
-                     a new volume of that size and copy the files",
-                    self.most,
-                    Quantity(self.most),
-                    self.fs_type
-                ),
-            }),
-        }
+        check_growth(self.fs_type, self.most, field, capacity)
+    }
+}
+
+/// The same for a filesystem that can grow to `most` bytes.
+pub(in crate::driver) fn check_growth(
+    fs_type: &str,
+    most: u64,
+    field: &'static str,
+    capacity: u64,
+) -> Result<()> {
+    match capacity <= most {
+        true => Ok(()),
+        false => Err(Error::OutOfRange {
+            field,
+            value: i128::from(capacity),
+            want: format!(
+                "at most {most} ({}): the {fs_type} of this volume was made too small to grow further without harm. Make \
+                 a new volume of that size and copy the files",
+                Quantity(most)
+            ),
+        }),
     }
 }
 

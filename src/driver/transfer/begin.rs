@@ -1,10 +1,12 @@
 //! Begins, continues and removes transfers.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::driver::devices::superblock::check_growth;
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::LockKey;
 use crate::driver::request::capability::kinds;
@@ -16,7 +18,7 @@ use crate::driver::transfer::throttle::Throttle;
 use crate::driver::volumes::capacity::Capacity;
 use crate::driver::volumes::incoming::{Phase, Transfer, TransferTable};
 use crate::driver::volumes::make::Volumes;
-use crate::driver::volumes::remote::{Opened, Remote};
+use crate::driver::volumes::remote::{Opened, Remote, RemoteFault};
 use crate::store::{AccessKind, Draft, Source, Timestamp, VolumeRecord};
 use base::{Stop, VolumeId};
 use files::Context;
@@ -40,6 +42,9 @@ pub struct Transfers {
     pub(in crate::driver) copier: Arc<Copier>,
     pub(in crate::driver) table: Arc<TransferTable>,
     pub(in crate::driver) throttle: Throttle,
+    /// The ids of volumes whose source was not open in time, by their names: the next try finds what the source's node has copied
+    /// meanwhile.
+    pub(in crate::driver) opening: Mutex<HashMap<String, VolumeId>>,
     /// The number of transfers that receive.
     pub(in crate::driver) working: Mutex<usize>,
 }
@@ -92,8 +97,18 @@ impl Transfers {
         if self.table.known().len() >= MOST {
             return Err(Error::TooMany { what: format!("{MOST} transfers from other nodes") });
         }
-        let id = VolumeId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?;
-        let opened = remote.open(id.as_str(), &Stop::default())?;
+        let new = || VolumeId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref());
+        let before = self.opening.lock().remove(&request.name);
+        let id = before.map_or_else(new, Ok)?;
+        let opened = remote.open(id.as_str(), &Stop::default()).inspect_err(|fault| {
+            if matches!(fault, RemoteFault::Unavailable(_)) {
+                let mut opening = self.opening.lock();
+                if opening.len() >= MOST {
+                    opening.clear();
+                }
+                opening.insert(request.name.clone(), id.clone());
+            }
+        })?;
         // The next try has another id, so it could not use this one.
         self.begin_from(request, access, source, id, &opened, remote.node()).inspect_err(|_| remote.close())
     }
@@ -109,6 +124,12 @@ impl Transfers {
     ) -> Result<Arc<Transfer>> {
         let block_size = request.parameters.block_size.unwrap_or(opened.block_size);
         let capacity = self.capacity.of_new(Some(opened.capacity), &access, block_size, request.range)?;
+        // As where the source is (`volumes/make.rs`).
+        if let Some((fs_type, most)) = opened.filesystem.as_ref().filter(|_| opened.capacity < capacity)
+            && access.iter().all(|kind| *kind != AccessKind::Block)
+        {
+            check_growth(fs_type, *most, "capacity_range.required_bytes", capacity)?;
+        }
         let _room = self.capacity.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
@@ -209,6 +230,26 @@ impl Transfers {
         }
     }
 
+    /// Removes the transfer that makes this volume, unless a call came for it in the time `unasked`; if its source is `gone`, in any
+    /// case. Returns `false` if it became a volume, which stays.
+    pub fn abandon(&self, id: &str, unasked: Duration, gone: &str) -> Result<bool> {
+        let Ok(id) = id.parse::<VolumeId>() else { return Ok(true) };
+        let lock = self.shared.locks.take(LockKey::Volume(id.clone()))?;
+        let found = self.table.known().get(&id).cloned();
+        if let Some(transfer) = found {
+            let is_gone = match &transfer.record.source {
+                Some(Source::Snapshot(source)) => source.as_str() == gone,
+                Some(Source::Volume(source)) => source.as_str() == gone,
+                None => false,
+            };
+            if !is_gone && transfer.state().asked.elapsed() < unasked {
+                return Err(transfer.busy());
+            }
+            self.table.remove(&id, &lock)?;
+        }
+        Ok(self.shared.store.read(|index| index.volume(&id).is_none()))
+    }
+
     /// Removes transfers for which no call came for an hour.
     pub fn sweep(&self) {
         let known: Vec<_> = self.table.known().values().cloned().collect();
@@ -217,12 +258,7 @@ impl Transfers {
             if transfer.state().asked.elapsed() < UNASKED {
                 continue;
             }
-            let removed = self
-                .shared
-                .locks
-                .take(LockKey::Volume(id.clone()))
-                .and_then(|lock| self.table.remove(id, &lock));
-            match removed {
+            match self.abandon(id.as_str(), UNASKED, "") {
                 Ok(_) => {
                     tracing::warn!(volume_id = %id, "a transfer was removed: CreateVolume was not called for it in an hour")
                 }

@@ -33,10 +33,10 @@ use base::{Block, BlockRange, Stop, Stopped, VolumeId};
 use cbt::{BlockHash, SEGMENT_BLOCKS, SegmentIndex, hash_each};
 use files::{Context, DataRanges, change};
 
-/// Blocks whose hashes are compared at once: half a MiB of hashes.
-const COMPARED: usize = 16 << 10;
+/// Blocks whose hashes are compared at once: half a MiB of hashes. The source refuses more, and more than are fetched at once.
+pub const COMPARED: usize = 16 << 10;
 /// Bytes per request.
-const FETCHED: u64 = 64 << 20;
+pub(super) const FETCHED: u64 = 64 << 20;
 /// Bytes of a message at most, with zeros for its holes.
 const WHOLE: u64 = 8 << 20;
 /// Bytes that are read and hashed here at a time.
@@ -419,6 +419,7 @@ mod tests {
             segments: vec![SegmentIndex(0)],
             allocated_blocks: u64::from(BLOCKS),
             relatives: Vec::new(),
+            filesystem: None,
         };
         let volume_id = VolumeId::random(base::DataDirKey::random().expect("key")).expect("id");
         Receiver {

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use roaring::RoaringBitmap;
 
+use crate::driver::devices::superblock::Superblock;
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::LockKey;
 use crate::driver::shared::{Shared, check_whole};
@@ -20,6 +21,7 @@ use crate::driver::snapshots::fill::NewSnapshot;
 use crate::driver::snapshots::take::Snapshots;
 use crate::driver::transfer::holes::{cut_out, holes_in};
 use crate::driver::transfer::plan::runs;
+use crate::driver::transfer::receive::FETCHED;
 use crate::driver::volumes::remote::{Blocks, Opened};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
@@ -28,8 +30,11 @@ use base::{Block, BlockRange, BlockSize, ByteRange, ObjectDir, SnapshotId, Stop,
 use cbt::{Allocation, BlockHash, HashFile, HashReader, MapFile, SegmentIndex, hash_each};
 use files::{Context, DataRanges};
 
-/// The most open sources. Each has four open files.
+/// The most open sources, those of one reader, and those that are the same one for one reader. Each has four open files, and a volume
+/// a copy.
 const MOST: usize = 64;
+const MOST_OF_READER: usize = 32;
+const MOST_OF_SOURCE: usize = 16;
 /// How long a source stays open without being read.
 const IDLE: Duration = Duration::from_secs(600);
 /// Bytes of a message, unless a block is larger. The kernel would map, clear and unmap a larger buffer for every message
@@ -56,6 +61,8 @@ pub struct OpenSource {
     record: SnapshotRecord,
     allocation: Allocation,
     data: Bytes,
+    /// The filesystem in it, if there is one.
+    filesystem: Option<Superblock>,
     /// The hashes, and the blocks whose slots do not count; `None` if there are no hashes.
     hashes: Option<(HashFile, MapFile)>,
     used: Mutex<Instant>,
@@ -105,9 +112,7 @@ impl Sources {
         let open = match found {
             Some(open) => open,
             None => {
-                if self.open.lock().len() >= MOST {
-                    return Err(Error::TooMany { what: format!("{MOST} transfers to other nodes") });
-                }
+                self.check_number(source, reader)?;
                 let open = Arc::new(match source.parse::<SnapshotId>() {
                     Ok(_) => self.open_snapshot(source, reader, volume)?,
                     Err(_) => self.open_volume(source, reader, volume)?,
@@ -134,10 +139,27 @@ impl Sources {
                 .indexes()
                 .try_fold(0, |sum, index| Ok::<_, Error>(sum + open.map(index)?.len()))?,
             relatives: self.relatives_of(&record.volume),
+            filesystem: open.filesystem.map(|found| (found.fs_type.to_owned(), found.most)),
         };
         // The name contains the id of the snapshot. A new copy of a volume has another name, so that the reader does not
         // mix blocks of two copies.
         Ok((format!("{name}/{}", record.id), opened))
+    }
+
+    /// Fails if this reader may open nothing more for now.
+    fn check_number(&self, source: &str, reader: &str) -> Result<()> {
+        let open = self.open.lock();
+        let of_reader = || open.values().filter(|open| open.reader == reader);
+        let of_source = of_reader().filter(|open| open.source == source).count();
+        let what = match (open.len(), of_reader().count(), of_source) {
+            (MOST.., _, _) => format!("{MOST} transfers to other nodes"),
+            (_, MOST_OF_READER.., _) => format!("{MOST_OF_READER} transfers to the node {reader}"),
+            (_, _, MOST_OF_SOURCE..) => {
+                format!("{MOST_OF_SOURCE} transfers of {source} to the node {reader}")
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::TooMany { what })
     }
 
     /// The source that this node opened under this name.
@@ -227,6 +249,7 @@ impl Sources {
             volume: volume.to_owned(),
             record: record.clone(),
             allocation,
+            filesystem: Superblock::read(data.path())?,
             data,
             hashes,
             used: Mutex::new(Instant::now()),
@@ -248,17 +271,22 @@ impl OpenSource {
         self.record.block_size
     }
 
-    /// Fails if a block is past the end.
-    pub fn check(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> Result<()> {
+    /// The most blocks that a reader asks for at once.
+    pub fn fetched(&self) -> u64 {
+        (FETCHED / self.size().bytes()).max(1)
+    }
+
+    /// Fails if a block is past the end, or if these are more than a reader asks for at once.
+    pub fn check(&self, index: SegmentIndex, blocks: &RoaringBitmap, most: u64) -> Result<()> {
         let end = Block(self.allocation.header().blocks);
-        match blocks.max().is_some_and(|last| index.block(last) >= end) {
-            true => Err(Error::OutOfRange {
-                field: "blocks",
-                value: i128::from(blocks.max().unwrap_or(0)),
-                want: format!("before the end of the source, block {}", end.0),
-            }),
-            false => Ok(()),
-        }
+        let (value, want) = match blocks.max() {
+            Some(last) if index.block(last) >= end => {
+                (last.into(), format!("before the end of the source, block {}", end.0))
+            }
+            _ if blocks.len() > most => (blocks.len().into(), format!("{most} at most")),
+            _ => return Ok(()),
+        };
+        Err(Error::OutOfRange { field: "blocks", value, want })
     }
 
     /// The blocks of a segment that hold data.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::driver::error::{Error, Result};
+use crate::driver::locks::LockKey;
 use crate::driver::request::create::check_name;
 use crate::driver::shared::Shared;
 use crate::driver::volumes::incoming::TransferTable;
@@ -112,10 +113,18 @@ impl Placement {
         }
     }
 
-    /// The id of the object with this name, and whether it is a volume that is still being transferred.
+    /// The id of the object with this name, and whether it is a volume that is still being transferred. Fails with
+    /// [`Error::Busy`] while one is made.
     pub fn find_named(&self, kind: Named, name: &str) -> Result<Option<(String, bool)>> {
         check_name("name", name)?;
         self.shared.store.check_alive()?;
+        let making = match kind {
+            Named::Volume => LockKey::VolumeName(name.to_owned()),
+            Named::Snapshot => LockKey::SnapshotName(name.to_owned()),
+            Named::Group => LockKey::GroupName(name.to_owned()),
+        };
+        // Looked at before what there is: whatever is made until then is found.
+        let is_being_made = self.shared.locks.is_held(&making);
         // Read before the volumes: a transfer that becomes a volume in between is found among them.
         let in_progress = self.transfers.id_of(name).filter(|_| kind == Named::Volume);
         let found = self.shared.store.read(|index| match kind {
@@ -124,7 +133,10 @@ impl Placement {
             Named::Group => index.group_named(name).map(|record| record.id.to_string()),
         });
         let in_progress = in_progress.map(|id| (id.to_string(), true));
-        Ok(found.map(|id| (id, false)).or(in_progress))
+        match found.map(|id| (id, false)).or(in_progress) {
+            None if is_being_made => Err(Error::Busy { what: making.to_string() }),
+            found => Ok(found),
+        }
     }
 
     /// The node on which the new object `name` is made: the first one proposed that is not in `not`.

@@ -1,4 +1,4 @@
-//! A source on another node, as a transfer reads it. `csi/transfer.rs` connects to it.
+//! A source on another node, as a transfer reads it. `csi/puller.rs` connects to it.
 
 use bytes::Bytes;
 use roaring::RoaringBitmap;
@@ -37,6 +37,9 @@ pub struct Opened {
     pub allocated_blocks: u64,
     /// Ids of objects with similar content: its volume, and that volume's snapshots.
     pub relatives: Vec<String>,
+    /// The type of the filesystem in it, and the size in bytes that it can grow to; `None` if there is none, or if the node does not
+    /// say.
+    pub filesystem: Option<(String, u64)>,
 }
 
 /// Blocks as they come from another node.

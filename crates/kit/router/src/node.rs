@@ -56,6 +56,7 @@ struct Connector {
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     key: Option<DataDirKey>,
+    is_taken: bool,
     is_replaced: bool,
 }
 
@@ -90,6 +91,11 @@ impl Link {
         self.connector.seen().key
     }
 
+    /// Whether something has accepted the last connection that was tried.
+    pub fn is_taken(&self) -> bool {
+        self.connector.seen().is_taken
+    }
+
     /// Whether another data directory has answered at the address since.
     pub fn is_replaced(&self) -> bool {
         self.connector.seen().is_replaced
@@ -110,7 +116,10 @@ impl Connector {
     }
 
     async fn connect_patiently(&self) -> io::Result<TlsStream<TcpStream>> {
-        let (stream, key) = self.tls.connect(&self.address).await?;
+        self.seen.lock().is_taken = false;
+        let stream = self.tls.dial(&self.address).await?;
+        self.seen.lock().is_taken = true;
+        let (stream, key) = self.tls.greet(stream, &self.address).await?;
         let key: DataDirKey = key.parse().map_err(|_| {
             io::Error::other(format!("the certificate at {} names no key of a data directory", self.address))
         })?;

@@ -1,6 +1,7 @@
 //! The nodes there are: found at their addresses, asked who they are every few seconds, and looked up by the key that every
 //! id begins with. Nothing of this is kept: a router that starts asks again.
 
+mod lookup;
 mod trouble;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,6 +22,7 @@ use tonic::Status;
 
 use crate::node::{Link, Node};
 use crate::placement::{self, Candidate};
+pub use lookup::Lookup;
 use trouble::Trouble;
 
 /// How often a node is asked who it is and what room it has.
@@ -60,6 +62,8 @@ struct Entry {
     trouble: Option<Trouble>,
     /// The key in the certificate that was shown there last.
     shown: Option<DataDirKey>,
+    /// Whether something listens there.
+    is_taken: bool,
     /// Ends its task when it is dropped.
     _task: AbortOnDrop,
 }
@@ -141,16 +145,6 @@ impl Drop for AbortOnDrop {
     }
 }
 
-/// What is known of the node whose data directory has a key.
-pub enum Lookup {
-    /// It answers.
-    Found(Arc<Node>),
-    /// An operator has said that the node is gone for good.
-    Forgotten,
-    /// It does not answer now, or is not known.
-    Unavailable(Status),
-}
-
 /// A node that a list cannot be asked of.
 pub struct Missing {
     /// Its name, or its address where it has never answered.
@@ -208,7 +202,8 @@ impl Nodes {
                 let address: Arc<str> = address.as_str().into();
                 let task = tokio::spawn(self.clone().follow(address.clone()));
                 let task = AbortOnDrop(task.abort_handle());
-                let entry = Entry { state: State::New, trouble: None, shown: None, _task: task };
+                let entry =
+                    Entry { state: State::New, trouble: None, shown: None, is_taken: false, _task: task };
                 table.by_address.insert(address, entry);
             }
         }
@@ -263,7 +258,7 @@ impl Nodes {
             }
             match asked {
                 Ok((node, candidate)) => self.put(&address, State::Up(node, candidate)),
-                Err(why) => self.put_away(&address, why, way.key()),
+                Err(why) => self.put_away(&address, why, way),
             }
             tokio::select! {
                 () = tokio::time::sleep(if is_up { EVERY } else { EVERY_AWAY }) => {}
@@ -290,6 +285,13 @@ impl Nodes {
         let key: DataDirKey = described.key.parse().map_err(|_| format!("its key is {:?}", described.key))?;
         if link.key() != Some(key) {
             return Err(format!("it has the key {key}, and its certificate is for another"));
+        }
+        let own = format!("topology.{}/node", described.driver_name);
+        if described.topology.get(&own) != Some(&described.node_id) {
+            return Err(format!(
+                "its topology must have {own} with its node id, {:?}, and is {:?}",
+                described.node_id, described.topology
+            ));
         }
         let candidate = Candidate {
             key,
@@ -328,9 +330,9 @@ impl Nodes {
         self.changed(&mut table);
     }
 
-    fn put_away(&self, address: &Arc<str>, why: String, shown: Option<DataDirKey>) {
+    fn put_away(&self, address: &Arc<str>, why: String, way: &Link) {
         let before = self.table.lock().by_address.get_mut(address).and_then(|entry| {
-            entry.shown = shown;
+            (entry.shown, entry.is_taken) = (way.key(), way.is_taken());
             // A stranger was never one of the nodes.
             let is_stranger = matches!(entry.trouble, Some(Trouble::Stranger(_)));
             entry.state.node().filter(|_| !is_stranger).cloned()
@@ -439,46 +441,6 @@ impl Nodes {
         // A pod that came back at another address is there.
         away.retain(|missing| missing.node.as_ref().is_none_or(|node| !there.contains(&node.key)));
         away
-    }
-
-    /// The node whose data directory has this key.
-    pub fn lookup(&self, key: DataDirKey) -> Lookup {
-        let table = self.table.lock();
-        if table.forgotten.contains(&key) {
-            return Lookup::Forgotten;
-        }
-        let (mut away, mut refused) = (None, None);
-        for (address, entry) in &table.by_address {
-            match (&entry.state, &entry.trouble) {
-                (State::Up(node, _), None | Some(Trouble::TakenId(_))) if node.key == key => {
-                    return Lookup::Found(node.clone());
-                }
-                (State::Up(node, _), Some(trouble)) if node.key == key => {
-                    refused = Some(Status::failed_precondition(format!(
-                        "node {} ({key}) at {address} is not used: {}",
-                        node.name,
-                        trouble.why()
-                    )));
-                }
-                (State::Away(Some(node), why), _) if node.key == key => away = Some(node.unavailable(why)),
-                (State::Away(None, why), _) if entry.shown == Some(key) => {
-                    away = Some(Status::unavailable(format!(
-                        "the node at {address} ({key}) does not answer as it should, {why}: try again when it does"
-                    )));
-                }
-                _ => {}
-            }
-        }
-        let departed = || {
-            let departed = table.departed.get(&key)?;
-            Some(departed.unavailable("its address is no longer in the list of nodes"))
-        };
-        Lookup::Unavailable(refused.or(away).or_else(departed).unwrap_or_else(|| {
-            Status::unavailable(format!(
-                "no node with the data directory {key} has answered: try again when it is back, or, if it is gone for \
-                 good, run deltapath-router forget {key}"
-            ))
-        }))
     }
 
     /// A ticket that lets the node `reader` read `source` on another.

@@ -1,6 +1,8 @@
 //! What a node answers is about its own objects: each id in it holds the node's key. Another's would send later calls to
 //! another node.
 
+use std::collections::BTreeSet;
+
 use base::DataDirKey;
 use bytes::Bytes;
 use prost::Message;
@@ -153,7 +155,17 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
             let made = answered::<proto::CreateVolumeGroupSnapshotResponse>(method, node, answer)?;
             let group = made.group_snapshot.unwrap_or_default();
             is_of(node, &group.group_snapshot_id)?;
-            group.snapshots.iter().try_for_each(|snapshot| snapshot_is_of(node, snapshot))
+            group.snapshots.iter().try_for_each(|snapshot| snapshot_is_of(node, snapshot))?;
+            let asked: proto::CreateVolumeGroupSnapshotRequest = decode(request)?;
+            let asked: BTreeSet<&String> = asked.source_volume_ids.iter().collect();
+            let sources = || group.snapshots.iter().map(|snapshot| &snapshot.source_volume_id);
+            match group.snapshots.len() == asked.len() && sources().collect::<BTreeSet<_>>() == asked {
+                true => Ok(()),
+                false => Err(node.refused(&format!(
+                    "was asked for a group of snapshots of {asked:?}, and answered with those of {:?}",
+                    sources().collect::<Vec<_>>()
+                ))),
+            }
         }
         "GetVolumeGroupSnapshot" => {
             let found = answered::<proto::GetVolumeGroupSnapshotResponse>(method, node, answer)?;
@@ -169,7 +181,23 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
                 Some(bytes) => Err(node.refused(&format!("has a capacity of {bytes} bytes"))),
             }
         }
-        "ListVolumes" | "ListSnapshots" | "ControllerListVolumeHealth" => {
+        "ListSnapshots" => {
+            check_page(method, node, &decode(request)?, &answered(method, node, answer)?)?;
+            let asked: proto::ListSnapshotsRequest = decode(request)?;
+            let listed = answered::<proto::ListSnapshotsResponse>(method, node, answer)?;
+            for snapshot in listed.entries.into_iter().filter_map(|entry| entry.snapshot) {
+                for (id, asked) in [
+                    (&snapshot.snapshot_id, &asked.snapshot_id),
+                    (&snapshot.source_volume_id, &asked.source_volume_id),
+                ] {
+                    if !asked.is_empty() {
+                        is_asked_for(node, id, asked)?;
+                    }
+                }
+            }
+            Ok(())
+        }
+        "ListVolumes" | "ControllerListVolumeHealth" => {
             check_page(method, node, &decode(request)?, &answered(method, node, answer)?)
         }
         _ => Ok(()),

@@ -94,22 +94,28 @@ impl Router {
     }
 
     /// The nodes that have an object of this name, and whether all nodes that are up could be asked. What the others hold
-    /// cannot be used before they are back, and then they are asked again.
+    /// cannot be used before they are back, and then they are asked again. Fails while a node makes an object of this name: it may
+    /// be there next.
     pub(super) async fn find(
         &self,
         kind: Kind,
         name: &str,
         deadline: Option<Instant>,
-    ) -> (Vec<(Arc<Node>, FindResponse)>, bool) {
+    ) -> Result<(Vec<(Arc<Node>, FindResponse)>, bool), Status> {
         let ask = |node: Arc<Node>| async move {
             let found = Self::find_on(&node, kind, name, deadline).await;
             (node, found)
         };
         let answers: Vec<_> =
             stream::iter(self.nodes.up()).map(ask).buffer_unordered(AT_ONCE).collect().await;
+        let is_busy =
+            |found: &Result<_, Status>| found.as_ref().is_err_and(|status| status.code() == Code::Aborted);
+        if let Some((node, _)) = answers.iter().find(|(_, found)| is_busy(found)) {
+            return Err(in_work(name, &node.name));
+        }
         let are_all = answers.iter().all(|(_, found)| found.is_ok());
         let found = answers.into_iter().filter_map(|(node, found)| Some((node, found.ok()??))).collect();
-        (found, are_all)
+        Ok((found, are_all))
     }
 
     /// The object of this name on one node, if there is one. An error is that the node could not be asked.

@@ -88,14 +88,18 @@ impl Router {
         chosen: DataDirKey,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
-        let (found, _) = self.find(kind, name, work.deadline).await;
-        if let Some((other, found)) = found.iter().find(|(found, _)| found.key != node.key) {
+        let (found, _) = self.find(kind, name, work.deadline).await?;
+        // What it has may be of an earlier, same call, whatever has come to be of this name elsewhere since.
+        if found.iter().any(|(found, _)| found.key == node.key) {
+            return work.ask(node).await;
+        }
+        if let Some((other, found)) = found.first() {
             return Err(Status::already_exists(format!(
                 "{name:?} already exists as {} on node {}: use another name, or the same request",
                 found.id, other.name
             )));
         }
-        if chosen != node.key && found.is_empty() {
+        if chosen != node.key {
             let node = match self.nodes.lookup(chosen) {
                 Lookup::Found(other) => other.name.clone(),
                 Lookup::Unavailable(_) | Lookup::Forgotten => chosen.to_string(),

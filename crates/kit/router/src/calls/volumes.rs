@@ -7,7 +7,9 @@ use base::DataDirKey;
 use bytes::Bytes;
 use metrics::counter;
 use prost::Message;
-use proto::node::{ChooseRequest, CreateFromRequest, CreateFromResponse, FindResponse, Kind};
+use proto::node::{
+    AbandonRequest, AbandonResponse, ChooseRequest, CreateFromRequest, CreateFromResponse, FindResponse, Kind,
+};
 use tonic::{Code, Status};
 
 use super::names::{in_work, is_answered};
@@ -20,6 +22,9 @@ use crate::placement;
 const WAITED_FOR: Duration = Duration::from_secs(600);
 /// Such volumes at once.
 const MOST_UNANSWERED: usize = 10_000;
+
+/// How long a copy goes on for calls that allow its node, after the last of them. Tests have less time.
+const UNASKED: Duration = Duration::from_secs(if cfg!(debug_assertions) { 5 } else { 60 });
 
 /// How long a router may take from its choice of a node to its call of it, before another one goes on without it.
 const SOON: Duration = Duration::from_secs(1);
@@ -61,7 +66,7 @@ impl Router {
         work.source = source.and_then(|source| Some((DataDirKey::of(source)?, source.clone())));
         let is_forgotten = |key: DataDirKey| matches!(self.nodes.lookup(key), Lookup::Forgotten);
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
-        let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await;
+        let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await?;
         work.is_any_silent |= !are_all;
         match &found[..] {
             [] => {}
@@ -70,7 +75,9 @@ impl Router {
                 if found.in_progress
                     && (source_is_forgotten || !placement::is_allowed(&node.topology, requirement)) =>
             {
-                self.delete_on(node, &found.id, work.deadline).await?;
+                let gone = work.source.as_ref().filter(|_| source_is_forgotten);
+                self.abandon_on(node, name, found, gone.map_or("", |(_, source)| source), work.deadline)
+                    .await?;
                 self.unanswered.lock().remove(name);
                 self.is_over(name, node.key, work.deadline).await;
             }
@@ -120,6 +127,30 @@ impl Router {
         let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
         let message = request.encode_to_vec().into();
         node.call("/csi.v1.Controller/DeleteVolume", message, deadline).await.map(drop)
+    }
+
+    /// Ends a copy for which no other call has come lately, or whose source is `gone` for good. A volume that it has become stays.
+    async fn abandon_on(
+        &self,
+        node: &Arc<Node>,
+        name: &str,
+        found: &FindResponse,
+        gone: &str,
+        deadline: Option<Instant>,
+    ) -> Result<(), Status> {
+        let request = AbandonRequest {
+            volume_id: found.id.clone(),
+            unasked_seconds: UNASKED.as_secs(),
+            gone_source_id: gone.to_owned(),
+        };
+        let message = request.encode_to_vec().into();
+        let answer = node.call("/deltapath.node.v1.Node/Abandon", message, deadline).await;
+        match answer.and_then(|answer| decode::<AbandonResponse>(&answer)) {
+            Ok(AbandonResponse { is_volume: false }) => Ok(()),
+            // A driver of an earlier release says Unimplemented, and ends what nobody asks for by itself.
+            Err(status) if !matches!(status.code(), Code::Aborted | Code::Unimplemented) => Err(status),
+            Ok(_) | Err(_) => Err(in_work(name, &node.name)),
+        }
     }
 
     /// Asks a node to make the volume. Until it answers, also beyond the end of this call, its name is kept for it.

@@ -20,10 +20,12 @@ mod slices;
 mod strangers;
 mod streams;
 mod suites;
+mod transfer_bounds;
 mod transfer_cuts;
 mod transfer_figures;
 mod transfer_holes;
 mod transfer_kills;
+mod transfer_names;
 #[cfg(feature = "failpoints")]
 mod transfer_points;
 mod transfers;

@@ -260,3 +260,25 @@ async fn a_source_decides_where_its_copies_are() {
     assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
     cluster.finish();
 }
+
+/// One name, given twice while a node was away: who asks again for what was acknowledged gets it.
+#[apply(device_test)]
+async fn what_was_acknowledged_is_found_again_beside_another_of_its_name() {
+    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let volumes = [cluster.volume_on(0, "one").await, cluster.volume_on(1, "two").await];
+    let mut client = cluster.client();
+    let mut ask = async |which: usize| {
+        let of = &volumes[which];
+        let snapshot = patiently!(client.create_snapshot("same", of)).expect("CreateSnapshot").snapshot_id;
+        let group = patiently!(client.create_group("same", std::slice::from_ref(of))).expect("a group");
+        (snapshot, group.group_snapshot_id)
+    };
+    let first = ask(0).await;
+    cluster.nodes[0].rig.kill();
+    cluster.router().sees(1).await;
+    let second = ask(1).await;
+    cluster.nodes[0].rig.start_again().await;
+    cluster.router().sees(2).await;
+    assert_eq!([ask(0).await, ask(1).await], [first, second]);
+    cluster.finish();
+}

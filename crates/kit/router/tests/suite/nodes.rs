@@ -8,7 +8,7 @@ use proto::{ControllerGetVolumeRequest, GetCapacityRequest, ListSnapshotsRequest
 use testkit::PoolKind;
 use tonic::{Code, Request};
 
-use testkit::cluster::{Cluster, eventually, patiently};
+use testkit::cluster::{Cluster, Router, eventually, patiently};
 
 #[apply(device_test)]
 async fn a_node_that_is_killed_fails_its_own_objects_alone() {
@@ -166,4 +166,55 @@ async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
     client.create_snapshot("more", &lost).await.expect("it was there all the time");
     fresh.finish();
     cluster.finish();
+}
+
+/// Its certificate has ended, or another of its kind: somebody is there, and the router cannot say who.
+#[apply(device_test)]
+async fn nobody_is_told_to_forget_a_node_while_an_address_answers_otherwise() {
+    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let there = cluster.volume_on(1, "there").await;
+    cluster.nodes[1].rig.kill();
+    let address = cluster.nodes[1].address.clone();
+    let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
+    let accepting = tokio::spawn(async move { while listener.accept().await.is_ok() {} });
+    let fresh = cluster.another("fresh", &cluster.endpoints(), &[], 1).await;
+    let error = fresh.client.clone().delete_volume(&there).await.expect_err("it is not known");
+    let message = error.status.message();
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    assert!(message.contains(&address) && message.contains("TLS") && !message.contains("forget"), "{error}");
+    accepting.abort();
+    cluster.nodes[1].rig.start_again().await;
+    fresh.sees(2).await;
+    fresh.client.clone().delete_volume(&there).await.expect("it lives");
+    fresh.finish();
+    cluster.finish();
+}
+
+/// It asks for the addresses of nodes in vain, or has no certificate to ask nodes with.
+#[apply(device_cases)]
+async fn a_router_that_can_ask_no_node_tells_nobody_to_forget_one(
+    #[values(false, true)] has_certificate: bool,
+) {
+    let cluster = Cluster::empty();
+    let other = tempfile::tempdir().expect("temp dir");
+    let kubeconfig = cluster.dir.path().join("kubeconfig");
+    let server = format!("https://127.0.0.1:{}", testkit::free_port());
+    let config = serde_json::json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "a",
+        "clusters": [{"name": "a", "cluster": {"server": server}}],
+        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        "users": [{"name": "a", "user": {"token": "a"}}],
+    });
+    std::fs::write(&kubeconfig, config.to_string()).expect("write");
+    let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
+    let flags = ["--node-service=deltapath/deltapath-nodes", &kubeconfig, "--node-timeout=1s"];
+    let dir = if has_certificate { cluster.dir.path() } else { other.path() };
+    let router = Router::start(dir, "router", &[], &flags).await;
+    let id = format!("vol-0badcafe{}", "0".repeat(24));
+    let error = router.client.clone().delete_volume(&id).await.expect_err("no node is known");
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    let why = if has_certificate { "no address of a node is known" } else { "no certificate" };
+    let message = error.status.message();
+    assert!(message.contains(why) && !message.contains("forget"), "{error}");
+    router.finish();
 }

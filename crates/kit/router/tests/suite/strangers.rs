@@ -64,11 +64,16 @@ fn whole(answer: &[u8]) -> Response<Body> {
 
 /// Who a played node says it is.
 pub fn described(key: &str, name: &str) -> DescribeResponse {
+    described_by(key, name, "deltapath.csi.dev")
+}
+
+/// The same with another driver.
+fn described_by(key: &str, name: &str, driver_name: &str) -> DescribeResponse {
     DescribeResponse {
         key: key.to_owned(),
         node_id: name.to_owned(),
-        topology: [("topology.deltapath.csi.dev/node".to_owned(), name.to_owned())].into(),
-        driver_name: "deltapath.csi.dev".to_owned(),
+        topology: [(format!("topology.{driver_name}/node"), name.to_owned())].into(),
+        driver_name: driver_name.to_owned(),
         total_bytes: 1 << 40,
         free_bytes: 1 << 40,
         process: key.to_owned(),
@@ -241,7 +246,27 @@ async fn an_impossible_answer_is_internal_and_names_the_node() {
         list_snapshots(proto::ListSnapshotsRequest { source_volume_id: its("vol"), ..Default::default() }) "ListSnapshots",
         snapshots(others("vol"))
     ));
-    for group in [group(others("group"), volume_id()), group(own("group"), others("vol"))] {
+    lies.push(lie!(
+        list_snapshots(proto::ListSnapshotsRequest { source_volume_id: its("vol"), ..Default::default() }) "ListSnapshots",
+        snapshots(id("vol", KEY, 2))
+    ));
+    lies.push(lie!(
+        list_snapshots(proto::ListSnapshotsRequest { snapshot_id: id("snap", KEY, 2), ..Default::default() }) "ListSnapshots",
+        snapshots(volume_id())
+    ));
+    let of = |sources: &[String]| {
+        let snapshots = sources.iter().filter_map(|source| snapshot(own("snap"), source.clone())).collect();
+        let group_snapshot_id = own("group");
+        Some(proto::VolumeGroupSnapshot { group_snapshot_id, snapshots, ..Default::default() })
+    };
+    for group in [
+        group(others("group"), volume_id()),
+        group(own("group"), others("vol")),
+        of(&[]),
+        of(&[id("vol", KEY, 2)]),
+        of(&[volume_id(), id("vol", KEY, 2)]),
+        of(&[volume_id(), volume_id()]),
+    ] {
         let answer = proto::CreateVolumeGroupSnapshotResponse { group_snapshot: group.clone() };
         lies.push(Lie {
             call: "CreateVolumeGroupSnapshot",
@@ -350,9 +375,7 @@ async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_na
     }
     let driver_name = if is_named { "other.csi.dev" } else { "" };
     let stranger = move |path: &str, _| match path.ends_with("/Describe") {
-        true => {
-            DescribeResponse { driver_name: driver_name.to_owned(), ..described(KEY, LIAR) }.encode_to_vec()
-        }
+        true => described_by(KEY, LIAR, driver_name).encode_to_vec(),
         false => Vec::new(),
     };
     let address = play(&cluster, KEY, LIAR, stranger).await;
@@ -429,5 +452,38 @@ async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
     let any = client.create_volume(new_volume("any", 16 * MIB, block_capability())).await.expect("elsewhere");
     assert_eq!(cluster.node_of(&any.volume_id), 1);
     client.delete_volume(&volume).await.expect("its key says where it is");
+    cluster.finish();
+}
+
+/// It would fit each topology that is asked for, or another node's.
+#[apply(device_cases)]
+async fn a_node_whose_topology_is_not_its_own_is_not_used(
+    #[values(&[("rack", "7")], &[("topology.deltapath.csi.dev/node", "other")])] segments: &'static [(
+        &str,
+        &str,
+    )],
+) {
+    let mut cluster = Cluster::empty();
+    cluster.add_node(PoolKind::Dir, &[]).await;
+    let topology = segments.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+    let lie = DescribeResponse { topology, ..described(KEY, LIAR) }.encode_to_vec();
+    let answers = move |path: &str, _| if path.ends_with("/Describe") { lie.clone() } else { Vec::new() };
+    let address = play(&cluster, KEY, LIAR, answers).await;
+    let router = Router::start(
+        cluster.dir.path(),
+        "router",
+        &[cluster.endpoints(), vec![address.clone()]].concat(),
+        &[],
+    )
+    .await;
+    let why = "its topology must have";
+    testkit::cluster::eventually("it is refused", async || router.running.log().contains(why)).await;
+    router.sees(1).await;
+    let error = router.client.clone().delete_volume(&id("vol", KEY, 1)).await.expect_err("it is not used");
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    let message = error.status.message();
+    assert!(message.contains(&address) && message.contains(why) && !message.contains("forget"), "{error}");
+    cluster.router = Some(router);
+    cluster.volume_on(0, "honest").await;
     cluster.finish();
 }
