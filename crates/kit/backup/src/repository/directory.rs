@@ -8,11 +8,18 @@ use std::time::SystemTime;
 use files::Context;
 use object_store::ObjectMeta;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 pub fn walk(dir: &Path, name: &str, depth: usize, found: &mut Vec<(String, Metadata)>) -> Result<()> {
     let path = dir.join(name);
     let entries = match path.read_dir() {
+        // What a link at the top names is on another disk, and that it is not there does not mean that there is nothing.
+        Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {
+            return Err(refused!(
+                "{} is a symbolic link to what is not there: mount the disk that it names",
+                path.display()
+            ));
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         entries => entries.context("list", &path)?,
     };
