@@ -212,7 +212,9 @@ fn back_up(context: &Context, source: Source, base: Option<String>, wish: Wish) 
 fn tell_backup(context: &Context, made: &About) -> Result<ExitCode> {
     context.tell(made, || {
         let About { id, kind, listed, read, added, milliseconds, why, .. } = made;
-        let why = why.as_ref().map_or(String::new(), |why| format!("full because {why}\n"));
+        // Of `run` all is what a pod reports.
+        let (id, why) = (show::plain(id), why.as_deref().map(show::plain));
+        let why = why.map_or(String::new(), |why| format!("full because {why}\n"));
         format!(
             "{id}: {kind}, {} listed, {} read, {} added to the repository, {:.1} s\n{why}",
             HumanBytes(*listed),

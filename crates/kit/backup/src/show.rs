@@ -224,9 +224,9 @@ impl Picture {
 
     /// The map of the volume in eight lines, for the terminal. Each ends with the offset at which it begins.
     pub fn text(&self, has_colour: bool) -> String {
-        let mut text = format!("{}\n", self.title);
+        let mut text = format!("{}\n", plain(&self.title));
         let mut width = 0;
-        for (at, fact) in self.facts.iter().enumerate() {
+        for (at, fact) in self.facts.iter().map(|fact| plain(fact)).enumerate() {
             let between = match at {
                 0 => "",
                 _ if width + fact.len() + 2 > 78 => ",\n",

@@ -18,7 +18,7 @@ use crate::device::{Device, is_zeros};
 use crate::error::{Error, Result, refused};
 use crate::plan::{self, Listed, Read, Segments};
 use crate::progress::{Limit, Progress};
-use crate::repository::index::{Cells, envelope};
+use crate::repository::index::{Cells, check, envelope};
 use crate::repository::pack::Compressor;
 use crate::repository::writer::Writer;
 use crate::repository::{self, About, BLOCK, Extent, Index, Partial, Repository, SEGMENT, SegmentRef};
@@ -28,7 +28,10 @@ use crate::wait::unless;
 pub fn store(repository: &Repository, request: &Request, device: &Device, job: Job) -> Result<Index> {
     let began = Instant::now();
     let Job { mut about, base, ranges, done } = job;
+    // What is done is not taken from the base, whether it is listed again or not. What else was noted is of the base.
+    let touched: HashSet<u32> = done.iter().flat_map(|done| &done.done).copied().collect();
     let (packs, segments) = done.as_ref().map_or((&[][..], &[][..]), |done| (&done.packs, &done.segments));
+    let segments = segments.iter().filter(|of| touched.contains(&of.number));
     let source = partial::source(request, device);
     let run = Run {
         device,
@@ -40,7 +43,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
         read: AtomicU64::new(0),
         state: State::new(repository.store.stop(), done.map(|done| done.done).unwrap_or_default()),
     };
-    let mut seen = Seen { listed: 0, touched: HashSet::new(), changed: Cells::new(about.size) };
+    let mut seen = Seen { listed: 0, touched, changed: Cells::new(about.size) };
     let came = run.all(repository, ranges, &about, &mut seen).and_then(|()| device.check_unchanged());
     let Run { writer, read, state, .. } = run;
     let done = state.into_done();
@@ -89,6 +92,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
 /// the machine stood still, a prune may have removed what the index names, and it goes again.
 fn commit(repository: &Repository, index: &Index) -> Result<()> {
     let name = format!("backups/{}", index.about.id);
+    check(&index.about, &index.packs, &index.segments, &name)?;
     repository.hold()?;
     if !repository.store.create(&name, envelope(index))? {
         return Err(refused!("{name} is there already"));

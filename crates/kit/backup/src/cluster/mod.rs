@@ -11,7 +11,7 @@ mod objects;
 use std::time::{Duration, Instant};
 
 use base::Stop;
-use kube::api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
@@ -23,7 +23,9 @@ pub use objects::CLAIMED;
 use crate::arguments::{Cluster, RunArguments};
 use crate::error::{Error, Result, refused};
 use crate::repository::{About, random_digits};
+use crate::show::plain;
 use crate::wait::unless;
+use objects::{MANAGED_BY, OF_RUN, OURS, another, is_managed, not_of_a_run};
 
 /// Between two looks at an object.
 const POLL: Duration = Duration::from_millis(500);
@@ -31,12 +33,8 @@ const POLL: Duration = Duration::from_millis(500);
 const GOING: Duration = Duration::from_secs(90);
 /// Says of which claim a snapshot of ours is. One that a user keeps is not ours any more.
 const OF_CLAIM: &str = "cbt-backup/claim";
-/// Says which run has made an object.
-const OF_RUN: &str = "cbt-backup/run";
 /// Says that a snapshot is the base of the next backup.
 const BASE: &str = "cbt-backup/base";
-const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
-const OURS: &str = "cbt-backup";
 /// What a snapshot of a filesystem needs before a claim of it may be a device.
 const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-change";
 
@@ -72,12 +70,12 @@ pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Res
     let id = random_digits(16)?;
     let run = Run { id, name, client, namespace, arguments, stop, created: Mutex::default() };
     if arguments.clean_up {
-        run.remove(PODS, &run.name).await?;
-        run.remove(CLAIMS, &run.name).await?;
+        let mut done = run.remove(PODS, &run.name, is_managed).await;
+        done = done.and(run.remove(CLAIMS, &run.name, is_managed).await);
         for snapshot in run.snapshots(false).await? {
-            run.remove(SNAPSHOTS, &snapshot).await?;
+            done = done.and(run.remove(SNAPSHOTS, &snapshot, is_managed).await);
         }
-        return Ok(None);
+        return done.map(|()| None);
     }
     let snapshot = format!("{}-{}", run.name, jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S"));
     let made = run.back_up(&snapshot, repository).await;
@@ -88,10 +86,8 @@ pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Res
         (Ok(_), Err(error)) => Err(error),
         (Err(error), cleaned) => {
             if let Err(cleaned) = cleaned {
-                shell::say!(
-                    "cbt-backup: {}; `cbt-backup run --clean-up` tries again",
-                    base::report(&cleaned)
-                );
+                let why = plain(&base::report(&cleaned));
+                shell::say!("cbt-backup: {why}; `cbt-backup run --clean-up` tries again");
             }
             Err(error)
         }
@@ -221,12 +217,15 @@ impl Run<'_> {
         match made {
             Ok(_) => Ok(()),
             Err(kube::Error::Api(status)) if status.code == 409 => {
-                if !self.is_ours(kind, &name).await? {
-                    return Err(self.another(kind, &name));
+                match self.look(kind, &name).await? {
+                    // The answer to a request before the last one was lost.
+                    Some(there) if self.has_made(&there) => {
+                        created().push((kind, name));
+                        Ok(())
+                    }
+                    Some(there) => Err(another(kind.2, &there)),
+                    None => Err(self.failed("create", kind, &name)(kube::Error::Api(status))),
                 }
-                // The answer to a request before the last one was lost.
-                created().push((kind, name));
-                Ok(())
             }
             Err(error) => {
                 self.stop.check()?;
@@ -235,33 +234,43 @@ impl Run<'_> {
         }
     }
 
-    fn another(&self, kind: Resource, name: &str) -> Error {
-        Error::AnotherRun { what: format!("{} {name}", kind.2) }
-    }
-
-    /// Whether this run has made what has this name.
-    async fn is_ours(&self, kind: Resource, name: &str) -> Result<bool> {
+    async fn look(&self, kind: Resource, name: &str) -> Result<Option<DynamicObject>> {
         let objects = self.objects(kind);
         let there = self.answered(async || objects.get_opt(name).await).await?;
-        let there = there.map_err(self.failed("get", kind, name))?;
-        let of_run = there.and_then(|object| object.metadata.annotations?.remove(OF_RUN));
-        Ok(of_run.as_ref() == Some(&self.id))
+        there.map_err(self.failed("get", kind, name))
     }
 
-    /// Deletes an object and waits until it is gone.
-    async fn remove(&self, kind: Resource, name: &str) -> Result<()> {
+    /// Deletes an object that is ours, and waits until it is gone. Another of its name, which may come at any time, is not
+    /// touched.
+    async fn remove(
+        &self,
+        kind: Resource,
+        name: &str,
+        is_ours: impl Fn(&DynamicObject) -> bool,
+    ) -> Result<()> {
         let objects = self.objects(kind);
-        match self.insist(async || objects.delete(name, &DeleteParams::default()).await).await {
+        let look = async || {
+            let there = self.insist(async || objects.get_opt(name).await).await;
+            there.map_err(self.failed("get", kind, name))
+        };
+        let Some(there) = look().await? else { return Ok(()) };
+        if !is_managed(&there) {
+            return Err(refused!("{} {name} is not deleted: {}", kind.2, not_of_a_run()));
+        }
+        if !is_ours(&there) {
+            return Ok(());
+        }
+        let uid = there.metadata.uid;
+        let preconditions = Some(Preconditions { uid: uid.clone(), resource_version: None });
+        let deletion = DeleteParams { preconditions, ..DeleteParams::default() };
+        match self.insist(async || objects.delete(name, &deletion).await).await {
             Ok(_) => {}
-            Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
+            // It is gone, or another has its name by now.
+            Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => return Ok(()),
             Err(error) => return Err(self.failed("delete", kind, name)(error)),
         }
         let until = Instant::now() + GOING;
-        loop {
-            let there = self.insist(async || objects.get_opt(name).await).await;
-            if there.map_err(self.failed("get", kind, name))?.is_none() {
-                return Ok(());
-            }
+        while look().await?.is_some_and(|there| there.metadata.uid == uid) {
             if Instant::now() > until {
                 return Err(refused!(
                     "{} {name} is deleted and still there after {} s",
@@ -271,6 +280,7 @@ impl Run<'_> {
             }
             tokio::time::sleep(POLL).await;
         }
+        Ok(())
     }
 
     /// The snapshots of the claim that runs have made, with or without bases.
@@ -289,10 +299,8 @@ impl Run<'_> {
     async fn back_up(&self, snapshot: &str, repository: &str) -> Result<Made> {
         let claim = self.get(CLAIMS, &self.arguments.pvc).await?;
         for kind in [PODS, CLAIMS] {
-            let objects = self.objects(kind);
-            let there = self.answered(async || objects.get_opt(&self.name).await).await?;
-            if there.map_err(self.failed("get", kind, &self.name))?.is_some() {
-                return Err(self.another(kind, &self.name));
+            if let Some(there) = self.look(kind, &self.name).await? {
+                return Err(another(kind.2, &there));
             }
         }
         let placement = self.placement(&claim).await?;
@@ -325,7 +333,7 @@ impl Run<'_> {
         for (kind, name) in created.into_iter().rev() {
             let stays = kind == SNAPSHOTS && (is_base || self.arguments.keep_snapshot);
             if !stays {
-                done = done.and(self.remove(kind, &name).await);
+                done = done.and(self.remove(kind, &name, |there| self.has_made(there)).await);
             }
         }
         if made.is_some() && !self.arguments.keep_snapshot {
@@ -338,7 +346,7 @@ impl Run<'_> {
                 marked.map_err(self.failed("annotate", SNAPSHOTS, snapshot))?;
             }
             for before in self.snapshots(true).await?.into_iter().filter(|name| name != snapshot) {
-                done = done.and(self.remove(SNAPSHOTS, &before).await);
+                done = done.and(self.remove(SNAPSHOTS, &before, is_managed).await);
             }
         }
         done

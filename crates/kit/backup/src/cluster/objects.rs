@@ -1,15 +1,49 @@
-//! What a run makes: the snapshot, the temporary claim of it, and the pod that reads that.
+//! What a run makes: the snapshot, the temporary claim of it, and the pod that reads that. And how all that is known: a name
+//! says nothing, since a user may have given it to something else.
 
+use kube::api::DynamicObject;
 use serde_json::{Value, json};
 
-use super::{MANAGED_BY, OF_CLAIM, OURS, Run};
+use super::{OF_CLAIM, Run};
+use crate::error::{Error, refused};
+
+pub const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+pub const OURS: &str = "cbt-backup";
+/// Says which run has made an object.
+pub const OF_RUN: &str = "cbt-backup/run";
 
 /// Where the pod has the source, the repository's claim, and its report.
 const DEVICE: &str = "/dev/source";
 pub const CLAIMED: &str = "/repository";
 const REPORT: &str = "/dev/termination-log";
 
+/// Whether a run has made it, this one or another.
+pub fn is_managed(object: &DynamicObject) -> bool {
+    object.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED_BY)).is_some_and(|by| by == OURS)
+}
+
+pub fn not_of_a_run() -> String {
+    format!("no run has made it, since it has no label {MANAGED_BY}={OURS}")
+}
+
+/// What is in the way of a run.
+pub fn another(kind: &str, there: &DynamicObject) -> Error {
+    let what = format!("{kind} {}", there.metadata.name.as_deref().unwrap_or_default());
+    match is_managed(there) {
+        true => Error::AnotherRun { what },
+        false => refused!(
+            "{what} is there already, and {}. A backup of this claim needs the name: delete that object if nobody needs it",
+            not_of_a_run()
+        ),
+    }
+}
+
 impl Run<'_> {
+    /// Whether this run has made it.
+    pub(super) fn has_made(&self, object: &DynamicObject) -> bool {
+        object.metadata.annotations.as_ref().and_then(|all| all.get(OF_RUN)) == Some(&self.id)
+    }
+
     pub(super) fn snapshot(&self, snapshot: &str) -> Value {
         let class = &self.arguments.snapshot_class;
         let source = json!({"persistentVolumeClaimName": self.arguments.pvc});

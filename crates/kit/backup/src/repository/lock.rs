@@ -6,12 +6,13 @@
 //! it is known at once, by the process. Times are compared with that of one's own lock object. Both are the storage's, so no
 //! other clock counts.
 //!
-//! A holder does not hear that its lock was removed, so it checks. A lock that is gone is never made anew, and one
+//! A holder does not hear that its lock was removed, the file or the object, so it checks. A lock that is gone is never made anew, and one
 //! that was not written for five minutes counts as lost, by a clock that goes on while the machine sleeps: the five minutes
 //! that are left are for requests under way. Before an index is written, and before what a prune removes or replaces, the
 //! lock is written once more ([`Lock::hold`]): a removal before that is seen.
 
 use std::fs::{File, TryLockError};
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -22,6 +23,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::MAX_NOTE;
+use super::directory::FileLock;
 use super::store::Store;
 use crate::error::{Error, Result, refused};
 use crate::show;
@@ -125,7 +127,7 @@ pub struct Wanted<'c> {
 #[derive(Debug)]
 pub enum Lock {
     /// By the kernel.
-    File(#[expect(dead_code, reason = "held, never read")] File),
+    File(FileLock),
     /// By an object.
     Object(ObjectLock),
 }
@@ -170,16 +172,18 @@ impl Lock {
                 Err(busy) => busy,
             };
             if !std::mem::replace(&mut is_told, true) {
-                shell::say!("cbt-backup: waiting at most {} s: {}", wanted.wait.as_secs(), busy.why);
+                // It names who holds the lock, in words that anybody may have written there.
+                let (seconds, why) = (wanted.wait.as_secs(), show::plain(&busy.why));
+                shell::say!("cbt-backup: waiting at most {seconds} s: {why}");
             }
             busy.wait(store, until)?;
         }
     }
 
-    /// An error where the lock is lost. Asks nobody.
+    /// An error where the lock is lost. Asks no server.
     pub fn check(&self) -> Result<()> {
         match self {
-            Lock::File(_) => Ok(()),
+            Lock::File(lock) => lock.check(),
             Lock::Object(lock) => lock.held.check(),
         }
     }
@@ -187,17 +191,22 @@ impl Lock {
     /// Makes sure that the lock is held, and will be for a while. Asks the storage.
     pub fn hold(&self) -> Result<()> {
         match self {
-            Lock::File(_) => Ok(()),
+            Lock::File(lock) => lock.check(),
             Lock::Object(lock) => lock.held.renew(),
         }
     }
 }
 
-/// Whether there is no right, or no room, to write a lock.
+/// Whether there is no right, or no room, to write a lock, or the storage knows none.
 fn is_refused(error: &Error) -> bool {
-    use nix::libc::{EACCES, EPERM, EROFS};
+    use nix::libc::{EACCES, ENOLCK, ENOSYS, EOPNOTSUPP, EPERM, EROFS};
     match error {
-        Error::File(error) => error.is_no_space() || matches!(error.errno(), Some(EACCES | EPERM | EROFS)),
+        Error::File(error) => {
+            let is_refusal = |code| matches!(code, EACCES | EPERM | EROFS | ENOLCK | ENOSYS | EOPNOTSUPP);
+            error.is_no_space() || error.errno().is_some_and(is_refusal)
+        }
+        // Of all that is asked for a lock only it is written. A server without writes says so in its own way.
+        Error::Store { operation: "write", .. } => true,
         Error::Store { source, .. } => {
             use object_store::Error::{PermissionDenied, Unauthenticated};
             matches!(source, PermissionDenied { .. } | Unauthenticated { .. })
@@ -206,7 +215,7 @@ fn is_refused(error: &Error) -> bool {
     }
 }
 
-fn try_file(path: &std::path::Path, mode: Mode) -> Result<Result<Lock, Busy>> {
+fn try_file(path: &Path, mode: Mode) -> Result<Result<Lock, Busy>> {
     // A reader of a repository may not be allowed to write to it.
     let file = match files::change::open_or_create(path) {
         Ok(file) => file,
@@ -218,7 +227,7 @@ fn try_file(path: &std::path::Path, mode: Mode) -> Result<Result<Lock, Busy>> {
         Mode::Exclusive => file.try_lock(),
     };
     match taken {
-        Ok(()) => Ok(Ok(Lock::File(file))),
+        Ok(()) => Ok(Ok(Lock::File(FileLock::of(file, path)?))),
         Err(TryLockError::WouldBlock) => {
             let why = match mode {
                 Mode::Shared => "a prune works on the repository: wait until it has ended",
@@ -450,5 +459,21 @@ impl Drop for ObjectLock {
                 "the lock could not be removed; it ends in ten minutes"
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filesystem_without_locks_can_be_read() {
+        let error = |code| {
+            let source = std::io::Error::from_raw_os_error(code);
+            Error::from(files::Error { operation: "lock", path: "lock".into(), at: None, source })
+        };
+        use nix::libc::{EIO, ENOLCK, ENOSYS, EOPNOTSUPP, EROFS};
+        assert!([EROFS, ENOLCK, ENOSYS, EOPNOTSUPP].iter().all(|code| is_refused(&error(*code))));
+        assert!(!is_refused(&error(EIO)));
     }
 }

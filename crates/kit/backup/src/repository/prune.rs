@@ -43,7 +43,9 @@ pub fn prune(repository: &Repository, rules: &PruneArguments) -> Result<Pruned> 
         rules.remove.iter().map(|wanted| repository.named(wanted)).collect::<Result<BTreeSet<String>>>()?;
     let is_of = |about: &About| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume);
     let (mut abouts, mut damaged, mut is_known) = (Vec::new(), Vec::new(), rules.volume.is_none());
-    for (id, about) in repository.each_index(|id, index| (id.to_owned(), index.map(|index| index.about)))? {
+    let found = repository.each_index(|id, index| (id.to_owned(), index.map(|index| index.about)))?;
+    let is_empty = found.is_empty();
+    for (id, about) in found {
         is_known |= about.as_ref().is_ok_and(is_of);
         match about {
             _ if removed.contains(&id) => {}
@@ -81,6 +83,17 @@ pub fn prune(repository: &Repository, rules: &PruneArguments) -> Result<Pruned> 
     };
     // What cannot be listed is found before anything is removed.
     let packs = repository.store.list("packs")?;
+    if let Some(backups) = repository.store.dir().map(|dir| dir.join("backups"))
+        && is_empty
+        && !packs.is_empty()
+        && backups.exists()
+    {
+        return Err(refused!(
+            "{0} is empty, and there are packs: if it is on another disk, mount that disk. If no backup is left, and packs are to \
+             be removed, remove the empty directory {0} and run prune again",
+            backups.display()
+        ));
+    }
     if rules.dry_run {
         if damaged.is_empty() {
             pruned.freed =
@@ -129,14 +142,23 @@ fn unused(
     kept: &[String],
     mut packs: Vec<ObjectMeta>,
 ) -> Result<Vec<ObjectMeta>> {
-    let kept: HashSet<&str> = kept.iter().map(String::as_str).collect();
-    let names = |id: &str, index: Result<Index>| match kept.contains(id) {
-        true => index.map(|index| index.packs.iter().map(pack_name).collect::<Vec<_>>()),
-        false => Ok(Vec::new()),
+    let mut missing: BTreeSet<&str> = kept.iter().map(String::as_str).collect();
+    let kept = missing.clone();
+    let names = |id: &str, index: Result<Index>| {
+        let id = *kept.get(id)?;
+        Some(index.map(|index| (id, index.packs.iter().map(pack_name).collect::<Vec<_>>())))
     };
     let mut named = HashSet::new();
-    for names in repository.each_index(names)? {
-        named.extend(names?);
+    for names in repository.each_index(names)?.into_iter().flatten() {
+        let (id, names) = names?;
+        missing.remove(id);
+        named.extend(names);
+    }
+    // A disk can go away at any time.
+    if let Some(id) = missing.first() {
+        return Err(refused!(
+            "backup {id} is gone while prune works: nothing more is removed. Run prune again"
+        ));
     }
     for (_, partial) in repository.partials()? {
         match partial {
@@ -156,7 +178,7 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
         let is_needed = match &partial {
             Ok(Partial { about, packs, .. }) => {
                 let is_over = |of: &About| of.volume == about.volume && of.id > about.id;
-                now - about.created < PARTIAL_DAYS * 86400
+                now.saturating_sub(about.created) < PARTIAL_DAYS * 86400
                     && about.base.as_ref().is_none_or(|base| kept.contains(base))
                     && !abouts.iter().any(is_over)
                     && repository.has_packs(packs, &about.id)?

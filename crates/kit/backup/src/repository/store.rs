@@ -189,7 +189,7 @@ impl Store {
     /// Whether there is an object.
     pub fn exists(&self, name: &str) -> Result<bool> {
         let name = Name::from(name);
-        let there = self.runtime.block_on(self.head(&name));
+        let there = self.wait(self.head(&name))?;
         there.map(|there| there.is_some()).map_err(failed("find", &name))
     }
 

@@ -55,15 +55,17 @@ pub struct Use {
 }
 
 impl Use {
-    /// Of none.
+    /// Of none. An index may name many packs of which it needs nothing, so they take no room yet.
     pub fn new(pack: PackRef) -> Self {
-        Use { pack, chunks: vec![0; (pack.rows as usize).div_ceil(64)] }
+        Use { pack, chunks: Vec::new() }
     }
 
     /// Marks a chunk; one that the table does not have is none.
     pub fn mark(&mut self, chunk: u32) {
-        if let Some(word) = self.chunks.get_mut(chunk as usize / 64) {
-            *word |= 1 << (chunk % 64);
+        let word = chunk as usize / 64;
+        if chunk < self.pack.rows {
+            self.chunks.resize(self.chunks.len().max(word + 1), 0);
+            self.chunks[word] |= 1 << (chunk % 64);
         }
     }
 

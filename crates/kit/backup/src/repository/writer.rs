@@ -57,7 +57,11 @@ pub struct Written {
 
 impl<'r> Writer<'r> {
     /// A writer that goes on after segments that are stored already.
-    pub fn new(repository: &'r Repository, packs: &[PackRef], segments: &[SegmentRef]) -> Self {
+    pub fn new<'s>(
+        repository: &'r Repository,
+        packs: &[PackRef],
+        segments: impl IntoIterator<Item = &'s SegmentRef>,
+    ) -> Self {
         let writer =
             Writer { repository, state: Mutex::default(), permits: Arc::new(Semaphore::new(IN_FLIGHT)) };
         for segment in segments {

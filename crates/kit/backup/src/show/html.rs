@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::ops::Range;
 use std::path::Path;
 
-use super::{History, LINE, Mark, Picture, changed, short, shown, volumes};
+use super::{History, LINE, Mark, Picture, changed, plain, short, shown, volumes};
 use crate::error::Result;
 use crate::repository::index::CELLS;
 use crate::restore::{put_over, target_of};
@@ -123,6 +123,7 @@ pub fn write(file: &Path, page: &str) -> Result<()> {
     put_over(draft, &place)
 }
 
+/// Text as it may stand in a page, on one line.
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    plain(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -28,6 +28,8 @@ enum Trouble {
 #[derive(Default)]
 struct State {
     objects: HashMap<String, Value>,
+    /// How many of them were made here.
+    made: usize,
     /// What went wrong with a request for an object whose path ends so: from when on, until when.
     troubles: Vec<(&'static str, Trouble, Duration, Duration)>,
     /// What goes wrong with the next request to make an object below a path that ends so. A connection is closed after it is made.
@@ -161,6 +163,8 @@ impl State {
                 if self.objects.contains_key(&format!("{path}/{name}")) {
                     return (409, json!({"kind": "Status", "status": "Failure", "code": 409}));
                 }
+                object["metadata"]["uid"] = json!(format!("uid {}", self.made));
+                self.made += 1;
                 if path.ends_with("/volumesnapshots") {
                     object["status"] =
                         json!({"readyToUse": true, "boundVolumeSnapshotContentName": "content"});
@@ -171,7 +175,16 @@ impl State {
                 self.objects.insert(format!("{path}/{name}"), object.clone());
                 (201, object)
             }
-            "DELETE" => self.objects.remove(path).map_or(missing, |object| (200, object)),
+            "DELETE" => {
+                let options: Value = serde_json::from_slice(body).expect("JSON");
+                let is_it = |object: &Value| options["preconditions"]["uid"] == object["metadata"]["uid"];
+                match self.objects.get(path) {
+                    Some(object) if !is_it(object) => {
+                        (409, json!({"kind": "Status", "status": "Failure", "code": 409}))
+                    }
+                    _ => self.objects.remove(path).map_or(missing, |object| (200, object)),
+                }
+            }
             "GET" if path.ends_with("/volumesnapshots") => {
                 let items: Vec<&Value> = self
                     .objects
@@ -237,8 +250,10 @@ fn serve(state: &Mutex<State>, mut client: TcpStream) -> Result<()> {
                     let (_, object) = state.lock().unwrap().answer(method, path, &body);
                     if matches!(trouble, Some(Trouble::Taken)) {
                         let name = object["metadata"]["name"].as_str().expect("a name");
-                        let of_other =
-                            json!({"metadata": {"name": name, "annotations": {"cbt-backup/run": "other"}}});
+                        let of_other = json!({"metadata": {
+                            "name": name, "annotations": {"cbt-backup/run": "other"},
+                            "labels": {"app.kubernetes.io/managed-by": "cbt-backup"},
+                        }});
                         state.lock().unwrap().objects.insert(format!("{path}/{name}"), of_other);
                     }
                 }
@@ -363,4 +378,44 @@ fn a_full_backup_can_be_asked_for() {
     assert_eq!(server.state.lock().unwrap().pod["spec"]["containers"][0]["args"][0], "full");
     let said = text(&server.place.run(&["run", "--pvc", "data", "--full", "--clean-up"]).stderr);
     assert!(said.contains("cannot be used with"), "{said}");
+}
+
+/// A claim that a user has given the name which a run of the claim `data` needs.
+const OF_USER: &str = "/api/v1/namespaces/ns/persistentvolumeclaims/cbt-backup-data";
+
+fn of_user() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "cbt-backup-data", "namespace": "ns", "uid": "mine", "labels": {"app": "users-own"}},
+    })
+}
+
+#[test]
+fn what_no_run_has_made_is_not_deleted() {
+    let server = Server::start(Duration::from_secs(1));
+    server.state.lock().unwrap().objects.insert(OF_USER.into(), of_user());
+    let said = server.place.fails(1, &RUN);
+    assert!(said.contains("PersistentVolumeClaim cbt-backup-data is there already"), "{said}");
+    assert!(said.contains("no run has made it") && !said.contains("--clean-up"), "{said}");
+    // It removes all else.
+    let pod = "/api/v1/namespaces/ns/pods/cbt-backup-data";
+    let of_run = json!({"metadata": {
+        "name": "cbt-backup-data", "uid": "a pod", "labels": {"app.kubernetes.io/managed-by": "cbt-backup"},
+    }});
+    server.state.lock().unwrap().objects.insert(pod.into(), of_run);
+    let said = server.place.fails(1, &["run", "--pvc", "data", "--clean-up"]);
+    assert!(said.contains("PersistentVolumeClaim cbt-backup-data is not deleted"), "{said}");
+    assert_eq!(server.left(), [OF_USER]);
+}
+
+/// Somebody deletes what a run has made, and makes something else of that name.
+#[test]
+fn a_run_that_ends_deletes_what_it_has_made_alone() {
+    let server = Server::start(Duration::from_secs(2));
+    let running = Running::start(server.place.command(&RUN));
+    until("there is a pod", || server.state.lock().unwrap().began.is_some());
+    server.state.lock().unwrap().objects.insert(OF_USER.into(), of_user());
+    let said = ended(1, &running.output());
+    assert!(said.contains("PersistentVolumeClaim cbt-backup-data is not deleted"), "{said}");
+    assert_eq!(server.left(), [OF_USER]);
 }

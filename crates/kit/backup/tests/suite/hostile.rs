@@ -1,11 +1,11 @@
 //! Repositories that somebody has forged, with checksums that are right: they are damaged, and take no more memory than others.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::tool::{MIB, Place, arg, ended, plant, text};
+use crate::tool::{MIB, Place, Running, arg, ended, plant, text};
 
 const SIZE: u64 = 140 * MIB;
 
@@ -271,4 +271,66 @@ fn what_an_earlier_version_interrupted_can_be_read() {
     let full = ["full", "--volume", "other", "--device", arg(&device), "--resume"];
     let said = ended(0, &world.place.run(&full));
     assert!(said.contains("is not resumed"), "{said}");
+}
+
+/// What an index names and needs nothing of.
+#[test]
+fn packs_that_are_named_alone_take_no_memory() {
+    let world = World::new();
+    let mut index = world.sound.clone();
+    index.1.extend((0..100_000u32).map(|number| {
+        let mut id = [0; 32];
+        id[..4].copy_from_slice(&number.to_le_bytes());
+        Pack(id, 655_360, 16384)
+    }));
+    write(&world.index, &index);
+    let mut command = world.place.command(&["verify"]);
+    // Nobody reads it meanwhile.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut running = Running(command.spawn().expect("start"));
+    let status = format!("/proc/{}/status", running.0.id());
+    let mut peak = 0;
+    while let Ok(status) = std::fs::read_to_string(&status) {
+        let peak_of = |line: &str| line.strip_prefix("VmHWM:")?.trim().trim_end_matches(" kB").parse().ok();
+        // It has none any more when it has ended.
+        let Some(now) = status.lines().find_map(peak_of) else { break };
+        peak = now;
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_eq!(running.0.wait().expect("wait").code(), Some(1));
+    // What is said of each of them takes 2 kB, and a bit for each chunk would take as much again.
+    assert!((1..260_000u64).contains(&peak), "{peak} kB");
+}
+
+#[test]
+fn what_was_interrupted_before_all_time_is_pruned() {
+    let world = World::new();
+    let Index(mut about, packs, segments, _) = world.sound.clone();
+    (about.1, about.2) = ("other".into(), i64::MIN);
+    let partial = world.place.repository().join("partial/20200101T000000.000Z-abcdef");
+    write(&partial, &(about, packs, segments, vec![0u32]));
+    world.place.ok(&["prune"]);
+    assert!(!partial.exists());
+}
+
+/// What a terminal would take for commands.
+#[test]
+fn what_a_backup_says_of_itself_is_shown_as_text() {
+    let world = World::new();
+    let mut index = world.sound.clone();
+    let text_of = |what: &str| format!("{what}\x1b[2J\x1b]0;title\x07");
+    index.0.1 = text_of("volume");
+    (index.0.4, index.0.5, index.0.7) = (Some(text_of("base")), Some(text_of("why")), text_of("device"));
+    write(&world.index, &index);
+    let page = world.place.path("page.html");
+    for arguments in [&["show", "latest", "--html", arg(&page)][..], &["show"], &["list"]] {
+        let output = world.run(arguments);
+        let said = ended(0, &output) + &text(&output.stdout);
+        assert!(!said.contains(|c: char| c.is_control() && c != '\n'), "{arguments:?}: {said:?}");
+    }
+    let page = std::fs::read_to_string(page).expect("a page");
+    assert!(
+        !page.contains(|c: char| c.is_control() && c != '\n') && page.contains("full because why"),
+        "{page}"
+    );
 }

@@ -10,7 +10,7 @@ use testkit::until;
 
 use crate::proxy::{Fault, Proxy};
 use crate::s3::Bucket;
-use crate::tool::{MIB, Place, Running, arg, ended, id, json};
+use crate::tool::{MIB, Place, Running, arg, ended, id, json, plant, text};
 
 const SIZE: u64 = 200 * MIB;
 /// A lock that was not written for so many seconds is of a process that is gone.
@@ -179,4 +179,40 @@ fn a_signal_ends_what_waits_for_a_server() {
         assert_eq!(running.ends_within(Duration::from_secs(5)), Some(130), "{arguments:?}");
         assert!(!to.exists() && bucket.locks().is_empty(), "{arguments:?}");
     }
+}
+
+/// The same in a directory, where it is a file.
+#[test]
+fn a_lock_file_that_is_removed_keeps_nobody_out() {
+    let place = Place::new();
+    let image = place.written(SIZE, 100, 6000, 1);
+    let backup = Running::start(place.backup("full", &["--limit-rate", "8Mi"]));
+    until("a pack", || packs(&place) > 0);
+    std::fs::remove_file(place.repository().join("lock")).expect("remove");
+    let pruned = place.ok(&["prune"]);
+    let said = ended(1, &backup.output());
+    assert!(said.contains(LOST) && said.contains("has removed"), "{said}, after {pruned}");
+    assert_eq!(place.list(), [""; 0]);
+    let made = json(0, place.backup("full", &["--resume"]));
+    place.ok(&["verify"]);
+    place.restores(&id(&made), &image, SIZE);
+}
+
+/// Another lock is in the way, and the server does not say whether it still is.
+#[test]
+fn a_signal_ends_the_wait_for_another_lock() {
+    let mut bucket = bucket().0;
+    bucket.place.full();
+    let holder = r#"{"mode":"Shared","command":"a\u001b[2Jb","host":"c\nd","pid":1}"#;
+    plant(&bucket.place.repository().join("locks/0123456789abcdef"), holder);
+    let proxy = bucket.proxy();
+    proxy.next("HEAD", "/locks/", Fault::Hold);
+    let mut prune = Running::start(bucket.place.command(&["prune", "--wait", "300"]));
+    proxy.wait_held();
+    prune.signal(Signal::SIGTERM);
+    let code = prune.ends_within(Duration::from_secs(10));
+    proxy.open();
+    let said = text(&prune.output().stderr);
+    assert_eq!(code, Some(130), "{said}");
+    assert!(said.contains("cbt-backup a\\u{1b}[2Jb (process 1 on c\\nd)"), "{said:?}");
 }

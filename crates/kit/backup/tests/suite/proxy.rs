@@ -160,7 +160,7 @@ impl Shared {
 }
 
 /// Up to the empty line; empty where there is no more.
-fn head(from: &mut impl BufRead) -> Result<String> {
+pub fn head(from: &mut impl BufRead) -> Result<String> {
     let mut head = String::new();
     while !head.ends_with("\r\n\r\n") {
         if from.read_line(&mut head)? == 0 {

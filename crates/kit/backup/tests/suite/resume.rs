@@ -10,6 +10,8 @@ use serde_json::Value;
 
 use crate::driver::Driver;
 use crate::locks::packs;
+use crate::proxy::Fault;
+use crate::s3::Bucket;
 use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, id};
 
 const SIZE: u64 = 500 * MIB;
@@ -201,4 +203,60 @@ fn an_image_that_changes_while_it_is_read_makes_no_backup() {
     assert!(said.contains("changed while it was read"), "{said}");
     assert_eq!(place.list(), [""; 0]);
     assert_eq!(place.partials(), 0, "what was read is of no use");
+}
+
+/// Two answers about one delta: the second does not list what is done.
+#[test]
+fn what_is_done_and_not_listed_again_is_kept_once() {
+    let (place, driver) = Driver::anew();
+    let path = place.path("c.img");
+    let endpoint = driver.endpoint();
+    let of = |handle| -> Vec<&str> {
+        ["--volume", "v", "--device", arg(&path), "--endpoint", &endpoint, "--snapshot", handle].into()
+    };
+    let before = write(&path, 1);
+    driver.snapshot("one", &before, SIZE);
+    place.ok(&[&["full"][..], &of("one")].concat());
+    let image = write_to(&writable(&path), 7);
+    driver.snapshot("two", &image, SIZE);
+    let incremental = [&["incremental"][..], &of("two")].concat();
+    let running = Running::start(place.command(&[&incremental[..], &["--limit-rate", "6Mi"]].concat()));
+    place.interrupt(running, Signal::SIGINT);
+    let aside = File::create(place.path("aside")).expect("create");
+    let mut other = before;
+    for segment in 1..3 {
+        other.write(&aside, segment * 128 * MIB / BLOCK + 50, 2000, 7 + segment).expect("write");
+    }
+    driver.snapshot("two", &other, SIZE);
+    let (made, said) = goes_on(&place, place.dir.path(), &incremental);
+    assert!(made["read"].as_u64().expect("a number") < 4000 * BLOCK, "{made}: {said}");
+    place.restores(&id(&made), &image, SIZE);
+    place.ok(&["verify"]);
+}
+
+/// All is stored but for the index.
+#[test]
+fn what_could_not_be_named_in_the_end_goes_on() {
+    let mut bucket = Bucket::start();
+    let driver = Driver::start(&bucket.place.path("csi.sock"));
+    let proxy = bucket.proxy();
+    let place = &bucket.place;
+    let path = place.path("c.img");
+    let endpoint = driver.endpoint();
+    let of = |handle| -> Vec<&str> {
+        ["auto", "--volume", "v", "--device", arg(&path), "--endpoint", &endpoint, "--snapshot", handle]
+            .into()
+    };
+    let mut image = write(&path, 1);
+    driver.snapshot("one", &image, SIZE);
+    place.ok(&of("one"));
+    image.write(&writable(&path), 50, 9, 7).expect("write");
+    driver.snapshot("two", &image, SIZE);
+    proxy.next("PUT", "/backups/", Fault::Refuse(403));
+    place.fails(1, &of("two"));
+    assert_eq!(place.partials(), 1);
+    let (made, _) = goes_on(place, place.dir.path(), &of("two"));
+    assert_eq!((made["kind"].as_str(), made["read"].as_u64()), (Some("incremental"), Some(0)), "{made}");
+    place.restores(&id(&made), &image, SIZE);
+    place.ok(&["verify"]);
 }

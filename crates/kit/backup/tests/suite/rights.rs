@@ -122,6 +122,15 @@ fn keys_that_may_only_read_are_enough_to_read() {
         assert_eq!(said.matches("without a lock").count(), 1, "{arguments:?}: {said}");
     }
     image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
+    // A server that takes no writes may say it in any way.
+    for code in [400, 405] {
+        proxy.next("PUT", "/locks/", Fault::Refuse(code));
+        let said = ended(0, &place.run(&["list"]));
+        assert_eq!(said.matches("without a lock").count(), 1, "{code}: {said}");
+    }
+    // Not so where it is not known who else is there.
+    proxy.next("GET", "prefix%2Flocks", Fault::Refuse(400));
+    assert!(place.fails(1, &["list"]).contains("list"));
     for arguments in [&["prune", "--keep-last", "1"][..], &["full", "--volume", "v", "--device", device]] {
         proxy.next("PUT", "/locks/", Fault::Refuse(403));
         let said = place.fails(1, arguments);

@@ -2,9 +2,12 @@
 //! as files, so a test sees what is in the bucket.
 
 use std::fs::File;
+use std::io::{BufReader, Write};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use nix::sys::signal::Signal;
@@ -12,7 +15,7 @@ use serde_json::json;
 use testkit::until;
 
 use crate::driver::{Driver, Fault as DriverFault};
-use crate::proxy::{Fault, Proxy};
+use crate::proxy::{Fault, Proxy, head};
 use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, flip, id, text};
 
 const SIZE: u64 = 200 * MIB;
@@ -33,6 +36,17 @@ pub struct Bucket {
     pub server: Running,
     pub place: Place,
     pub port: u16,
+}
+
+fn environment(endpoint: &str) -> Vec<(&'static str, String)> {
+    [
+        ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
+        ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
+        ("AWS_REGION", "us-east-1".to_owned()),
+        ("AWS_ENDPOINT", endpoint.to_owned()),
+        ("AWS_ALLOW_HTTP", "true".to_owned()),
+    ]
+    .into()
 }
 
 impl Bucket {
@@ -56,14 +70,7 @@ impl Bucket {
         }
         place.url = Some("s3://bucket/some/prefix".into());
         place.objects_in = bucket.join("some/prefix");
-        place.environment = [
-            ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
-            ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
-            ("AWS_REGION", "us-east-1".to_owned()),
-            ("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")),
-            ("AWS_ALLOW_HTTP", "true".to_owned()),
-        ]
-        .into();
+        place.environment = environment(&format!("http://127.0.0.1:{port}"));
         Bucket { server, place, port }
     }
 
@@ -318,4 +325,70 @@ fn a_server_that_refuses_or_is_gone_is_reported() {
     bucket.place.url = Some("s3://nobody-made-this".into());
     let said = say(&bucket.place, "AWS_REGION", "us-east-1");
     assert!(said.contains("NoSuchBucket"), "{said}");
+}
+
+/// A server that answers to each request as it is told, and a place with its repository there.
+fn hostile(answer: impl Fn(&str, &mut dyn Write) -> std::io::Result<()> + Send + Sync + 'static) -> Place {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
+    std::thread::spawn(move || {
+        std::thread::scope(|scope| {
+            for mut client in listener.incoming().map_while(Result::ok) {
+                let answer = &answer;
+                scope.spawn(move || {
+                    let mut requests = BufReader::new(client.try_clone().expect("a socket"));
+                    while let Ok(head) = head(&mut requests) {
+                        if head.is_empty() || answer(&head, &mut client).is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+        });
+    });
+    let mut place = Place::new();
+    place.url = Some("s3://bucket/some/prefix".into());
+    place.environment = environment(&endpoint);
+    place
+}
+
+#[test]
+fn a_list_that_leads_to_itself_ends() {
+    let place = hostile(|head, client| {
+        let page = "<?xml version=\"1.0\"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount>\
+                    <IsTruncated>true</IsTruncated><NextContinuationToken>a/b &amp;+c=</NextContinuationToken>\
+                    </ListBucketResult>";
+        let (code, body) = if head.contains("list-type=2") { (200, page) } else { (404, "") };
+        write!(client, "HTTP/1.1 {code} it\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+    });
+    let mut running = Running::start(place.command(&["list"]));
+    let code = running.ends_within(Duration::from_secs(10));
+    let _ = running.0.kill();
+    let said = text(&running.output().stderr);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("is followed by itself"), "{said}");
+}
+
+#[test]
+fn an_answer_that_is_longer_than_what_was_asked_for_is_not_read() {
+    let sent = Arc::<AtomicUsize>::default();
+    let count = sent.clone();
+    let place = hostile(move |_, client| {
+        const LENGTH: usize = 300 << 20;
+        write!(
+            client,
+            "HTTP/1.1 206 it\r\ncontent-length: {LENGTH}\r\ncontent-range: bytes 0-{}/{LENGTH}\r\n\
+             last-modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n",
+            LENGTH - 1
+        )?;
+        for _ in 0..LENGTH >> 20 {
+            client.write_all(&[0; 1 << 20])?;
+            count.fetch_add(1 << 20, Ordering::Relaxed);
+        }
+        Ok(())
+    });
+    let said = place.fails(1, &["list"]);
+    assert!(said.contains("longer than"), "{said}");
+    let sent = sent.load(Ordering::Relaxed);
+    assert!(sent < 64 << 20, "{sent} bytes are read");
 }

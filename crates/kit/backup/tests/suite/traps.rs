@@ -10,6 +10,7 @@ use std::time::Duration;
 use files::pattern::Image;
 
 use crate::driver::Driver;
+use crate::locks::packs;
 use crate::proxy::Fault;
 use crate::s3::Bucket;
 use crate::tool::{MIB, Place, Running, arg, id, json, plant, text};
@@ -67,6 +68,33 @@ fn a_prune_follows_no_link_out_of_the_repository() {
         symlink(&aside, &dir).expect("symlink");
     }
     says(&place, 1, "is a symbolic link", &["verify", "restore latest --to @/other"]);
+}
+
+/// The directories at the top may be on another disk, which may not be there.
+#[test]
+fn a_prune_without_the_disk_of_the_backups_removes_nothing() {
+    let (place, id, image) = Place::with_backup(SIZE);
+    let (backups, other) = (place.repository().join("backups"), place.path("other"));
+    std::fs::rename(&backups, &other).expect("rename");
+    symlink(&other, &backups).expect("symlink");
+    let packs = packs(&place);
+    let lines = ["prune", "prune --keep-daily 7", "prune --keep-last 1 --dry-run"];
+    // The link leads nowhere; or to an empty mount point.
+    std::fs::rename(&other, place.path("unmounted")).expect("rename");
+    says(&place, 1, "mount the disk", &lines);
+    says(&place, 1, "mount the disk", &["list", "verify", "restore latest --to @/new"]);
+    std::fs::create_dir(&other).expect("mkdir");
+    says(&place, 1, "mount that disk", &lines);
+    assert_eq!(self::packs(&place), packs);
+    std::fs::remove_dir(&other).expect("rmdir");
+    std::fs::rename(place.path("unmounted"), &other).expect("rename");
+    place.restores(&id, &image, SIZE);
+    // Somebody has removed all backups.
+    std::fs::remove_file(other.join(&id)).expect("remove");
+    says(&place, 1, "remove the empty directory", &lines);
+    std::fs::remove_file(&backups).expect("remove");
+    place.ok(&["prune"]);
+    assert_eq!(self::packs(&place), 0);
 }
 
 fn image_is_backed_up_again(place: &Place, image: &Image) {
