@@ -140,7 +140,7 @@ impl Node {
         }
         let id = held.record.id.clone();
         match self.remove_ephemeral(held) {
-            Err(error) if is_of_a_broken_pool(&error) && mount::mounted_at(target)?.is_none() => {
+            Err(error) if self.shared.open_pool.check().is_err() && mount::mounted_at(target)?.is_none() => {
                 let error = base::report(&error);
                 tracing::error!(volume_id = %id, error, "the pool takes no writes: the volume of a pod that has ended stays in it");
                 Ok(())
@@ -194,9 +194,4 @@ impl Node {
             }
         }
     }
-}
-
-fn is_of_a_broken_pool(error: &Error) -> bool {
-    let errno = error.sys().and_then(files::Error::errno);
-    matches!(errno, Some(libc::EROFS | libc::EIO | libc::ESHUTDOWN))
 }
