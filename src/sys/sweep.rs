@@ -2,20 +2,23 @@
 //! or attached there, by any process, also after a crash.
 
 use std::path::Path;
+use std::time::Duration;
 
 use super::loopdev::LoopDevice;
 use super::{freeze, mount};
 use files::Result;
 
+const ROUNDS: u32 = 40;
+
 /// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file is
 /// below it, and returns what could not be freed.
 ///
-/// A volume's device may back on a file inside a pool that is a mounted device itself, so it goes
-/// round until nothing changes.
+/// A volume's device may back on a file inside a pool that is a mounted device itself, so it goes round. A process that is being
+/// started, or a mount namespace, may hold a copy of what is there for a moment: what stays is tried for two seconds.
 pub fn sweep(dir: &Path) -> Result<Vec<String>> {
     let mut left = Vec::new();
-    for _ in 0..8 {
-        left.clear();
+    for _ in 0..ROUNDS {
+        let before = std::mem::take(&mut left);
         let mut below = mount::mounts()?;
         below.retain(|mount| mount.mount_point.starts_with(dir) && mount.mount_point != dir);
         let devices = devices_below(dir)?;
@@ -37,6 +40,9 @@ pub fn sweep(dir: &Path) -> Result<Vec<String>> {
             if !device.detach().unwrap_or(false) {
                 left.push(format!("device {}", path.display()));
             }
+        }
+        if left == before {
+            std::thread::sleep(Duration::from_secs(2) / ROUNDS);
         }
     }
     Ok(left)

@@ -158,3 +158,20 @@ async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
     assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
     testkit::nothing_left(dir.path());
 }
+
+/// A process that is being started has a copy of all that is open, and a new mount namespace one of all that is mounted. What they hold
+/// for a moment is swept all the same.
+#[apply(device_test)]
+async fn what_is_held_for_a_moment_is_swept(rig: Rig<Dir>) {
+    let (volume, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
+    let copy = deltapath::sys::mount::clone_of(&target).expect("a copy of the mount");
+    rig.kill();
+    let holder = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(copy);
+    });
+    assert_eq!(sweep(rig.dir.path()).expect("sweep"), Vec::<String>::new());
+    holder.join().expect("no panic");
+    rig.start_again().await;
+    rig.detach(&volume).await;
+}
