@@ -80,8 +80,9 @@ impl Lab {
     pub async fn before(upstream: &Path, listen: &Path, faults: &str) -> Self {
         let address = |socket: &Path| format!("unix://{}", socket.display());
         let (upstream, listen) = (address(upstream), address(listen));
-        let fixed = ["faults", "--upstream", &upstream, "--listen", &listen];
-        Self::start(fixed.iter().chain(&["--control", "127.0.0.1:0", "--fault", faults])).await
+        let fixed = ["faults", "--upstream", &upstream, "--listen", &listen, "--control", "127.0.0.1:0"];
+        let chosen = ["--fault", faults];
+        Self::start(fixed.iter().chain(&chosen[..if faults.is_empty() { 0 } else { 2 }])).await
     }
 
     /// The same before a rig's driver, and its socket.

@@ -321,8 +321,8 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
         let between = ["faults", "--listen", "https://127.0.0.1:0", "--ca-file", &ca_file];
         let behind = ["--upstream", &upstream, "--upstream-ca", &upstream_ca];
         let chosen = match fault {
+            Between("") | Object(..) | OldAuthority => Vec::new(),
             Between(faults) => vec!["--fault", faults],
-            Object(..) | OldAuthority => Vec::new(),
         };
         let lab = Lab::start([&between[..], &behind, &chosen].concat()).await;
         let listen = lab.ready["listen"][0].as_str().and_then(|listen| listen.strip_prefix("https://"));
