@@ -436,7 +436,13 @@ async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
     let volume = cluster.volume_on(0, "before").await;
     let name = cluster.nodes[0].name();
     let twin = described(KEY, &name).encode_to_vec();
-    let answers = move |path: &str, _| if path.ends_with("/Describe") { twin.clone() } else { Vec::new() };
+    // It may be the arbiter of a name.
+    let chosen = ChooseResponse { key: cluster.nodes[1].key.clone(), ..Default::default() }.encode_to_vec();
+    let answers = move |path: &str, _| match path.rsplit('/').next() {
+        Some("Describe") => twin.clone(),
+        Some("Choose") => chosen.clone(),
+        _ => Vec::new(),
+    };
     let address = play(&cluster, KEY, "twin", answers).await;
     let endpoints = [vec![address.clone()], cluster.endpoints()].concat();
     cluster.route(&endpoints, &[], 3).await;
