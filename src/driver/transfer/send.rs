@@ -112,7 +112,7 @@ impl Sources {
         let open = match found {
             Some(open) => open,
             None => {
-                self.check_number(source, reader)?;
+                self.make_room(source, reader)?;
                 let open = Arc::new(match source.parse::<SnapshotId>() {
                     Ok(_) => self.open_snapshot(source, reader, volume)?,
                     Err(_) => self.open_volume(source, reader, volume)?,
@@ -146,20 +146,31 @@ impl Sources {
         Ok((format!("{name}/{}", record.id), opened))
     }
 
-    /// Fails if this reader may open nothing more for now.
-    fn check_number(&self, source: &str, reader: &str) -> Result<()> {
-        let open = self.open.lock();
+    /// Makes room for one more of this reader: where it has too many, what it has not used for longest is closed, such as what it had
+    /// open when it died. Where it still needs that, it opens it again. Fails if all readers together have too many.
+    fn make_room(&self, source: &str, reader: &str) -> Result<()> {
+        let mut open = self.open.lock();
+        if open.len() >= MOST {
+            return Err(Error::TooMany { what: format!("{MOST} transfers to other nodes") });
+        }
         let of_reader = || open.values().filter(|open| open.reader == reader);
-        let of_source = of_reader().filter(|open| open.source == source).count();
-        let what = match (open.len(), of_reader().count(), of_source) {
-            (MOST.., _, _) => format!("{MOST} transfers to other nodes"),
-            (_, MOST_OF_READER.., _) => format!("{MOST_OF_READER} transfers to the node {reader}"),
-            (_, _, MOST_OF_SOURCE..) => {
-                format!("{MOST_OF_SOURCE} transfers of {source} to the node {reader}")
-            }
-            _ => return Ok(()),
+        let of_source = || of_reader().filter(|open| open.source == source);
+        let oldest = if of_source().count() >= MOST_OF_SOURCE {
+            of_source().min_by_key(|open| open.used())
+        } else if of_reader().count() >= MOST_OF_READER {
+            of_reader().min_by_key(|open| open.used())
+        } else {
+            None
         };
-        Err(Error::TooMany { what })
+        if let Some(name) = oldest.map(|open| open.name()) {
+            open.remove(&name);
+            tracing::info!(
+                source_id = source,
+                reader,
+                "a source is closed: its reader has opened many others"
+            );
+        }
+        Ok(())
     }
 
     /// The source that this node opened under this name.
@@ -174,8 +185,7 @@ impl Sources {
     /// Closes a source.
     pub fn close(&self, point: &str, reader: &str) {
         let Some(open) = self.get(point, reader) else { return };
-        let name = format!("{}/{}/{}", open.source, open.reader, open.volume);
-        let closed = self.open.lock().remove(&name);
+        let closed = self.open.lock().remove(&open.name());
         tracing::info!(
             source_id = open.source,
             reader,
@@ -259,6 +269,10 @@ impl Sources {
 }
 
 impl OpenSource {
+    fn name(&self) -> String {
+        format!("{}/{}/{}", self.source, self.reader, self.volume)
+    }
+
     fn used(&self) -> Instant {
         *self.used.lock()
     }

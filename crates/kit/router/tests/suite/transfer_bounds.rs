@@ -2,7 +2,7 @@
 
 use csi_client::{from_snapshot, mount_capability, new_volume};
 use proto::transfer::transfer_client::TransferClient;
-use proto::transfer::{BlocksRequest, OpenRequest};
+use proto::transfer::{BlocksRequest, MapRequest, OpenRequest};
 use serve::identity::Role;
 use testkit::PoolKind::Dir;
 use testkit::cluster::{Cluster, PATIENCE, within};
@@ -55,15 +55,23 @@ async fn a_node_opens_and_asks_for_no_more_than_it_needs() {
     let mut answer = node.read(many).await.expect("a stream").into_inner();
     let status = answer.message().await.expect_err("more than is fetched at once");
     assert_eq!(status.code(), Code::OutOfRange, "{status}");
-    let mut refused = None;
-    for number in 1..32 {
-        if let Err(status) = node.open(open(&reader, number)).await {
-            refused = Some((number, status));
-            break;
+    // What it has not used for longest is closed.
+    let mut points = Vec::new();
+    for number in 1..=32 {
+        points.push(node.open(open(&reader, number)).await.expect("Open").into_inner().point);
+    }
+    let mut is_open = Vec::new();
+    for point in points {
+        match node.map(MapRequest { point, segment: 0 }).await {
+            Ok(_) => is_open.push(true),
+            Err(status) => {
+                assert_eq!(status.code(), Code::Aborted, "{status}");
+                assert!(status.message().contains("open it again"), "{status}");
+                is_open.push(false);
+            }
         }
     }
-    let (number, status) = refused.expect("one node has one source open without end");
-    assert!(status.code() == Code::Aborted && number > 8, "{number}: {status}");
+    assert_eq!(is_open, [[false; 16], [true; 16]].concat());
     cluster.nodes[0].rig.detach(&origin).await;
     cluster.finish();
 }
