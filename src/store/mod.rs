@@ -1,7 +1,6 @@
 //! The records: what exists, on disk and in memory. The directory is the database: an object
 //! exists once its directory is renamed into place. A volume is deleted once it is renamed away, a snapshot once its
-//! `deleted.json` is there.
-//! This layer reads no block.
+//! `deleted.json` is there. This layer reads no block.
 //!
 //! - Make: build in `staging/`, sync files and directories, rename into place, sync both parents. The rename is the commit.
 //! - Remove: rename into `staging/`, sync, forget, then remove the files.

@@ -4,13 +4,14 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
 use rustls::server::Acceptor;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, Join, ReadBuf, Take, join};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Instant, Sleep, sleep, timeout};
@@ -28,7 +29,9 @@ use crate::slots::{Bounds, Slot, Slots};
 const TURNS: usize = 4;
 /// The most bytes that a client may send before its handshake is done: the library keeps a message that has not come whole, of up to
 /// 64 KiB, and thousands of strangers may be in the handshake. A hello has two thousand, a chain of certificates a few more.
-const HANDSHAKE: usize = 16 << 10;
+const HANDSHAKE: u64 = 16 << 10;
+/// A connection that takes a bounded number of bytes in until its handshake is done.
+type Tcp = Join<Take<OwnedReadHalf>, OwnedWriteHalf>;
 /// What a call costs before anything of its body has come, in bytes: its state here and in HTTP/2.
 const CALL: usize = 16 << 10;
 
@@ -132,8 +135,9 @@ async fn greet(
     stream: TcpStream,
     config: Arc<ServerConfig>,
     turns: &Semaphore,
-) -> io::Result<TlsStream<Greeting>> {
-    let stream = Greeting { stream, left: Some(HANDSHAKE) };
+) -> io::Result<TlsStream<Tcp>> {
+    let (read, write) = stream.into_split();
+    let stream = join(read.take(HANDSHAKE), write);
     let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
     let mut accepting = Box::pin(start.into_stream(config));
     let answered = {
@@ -145,70 +149,14 @@ async fn greet(
         Poll::Ready(stream) => stream,
         Poll::Pending => accepting.await,
     }?;
-    stream.get_mut().0.left = None;
+    stream.get_mut().0.reader_mut().set_limit(u64::MAX);
     Ok(stream)
-}
-
-/// A connection that takes a bounded number of bytes in until its handshake is done.
-#[derive(Debug)]
-struct Greeting {
-    stream: TcpStream,
-    /// How many more it takes, and then to the end of that read; none where it takes all.
-    left: Option<usize>,
-}
-
-impl AsyncRead for Greeting {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let Some(left) = self.left else { return Pin::new(&mut self.stream).poll_read(context, buffer) };
-        if left == 0 {
-            let why = format!("the client has sent {HANDSHAKE} bytes, and its handshake is not done");
-            return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, why)));
-        }
-        let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
-        self.left = Some(left.saturating_sub(buffer.filled().len() - before));
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for Greeting {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
-    }
 }
 
 /// A connection. It ends when its [`Calls`] close it, when its slot is another's, and when no call has used it for long.
 #[derive(Debug)]
 pub struct Connection {
-    stream: TlsStream<Greeting>,
+    stream: TlsStream<Tcp>,
     calls: Calls,
     closed: Pin<Box<WaitForCancellationFutureOwned>>,
     /// When it is looked whether the connection is still used.
@@ -299,7 +247,7 @@ impl Drop for OpenCall {
 }
 
 impl Connection {
-    fn new(stream: TlsStream<Greeting>, limits: &Limits, slot: Slot) -> Self {
+    fn new(stream: TlsStream<Tcp>, limits: &Limits, slot: Slot) -> Self {
         let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
         match (limits.known_by_certificate, shown) {
             (true, Some(shown)) => {

@@ -254,11 +254,10 @@ impl Run<'_> {
             there.map_err(self.failed("get", kind, name))
         };
         let Some(there) = look().await? else { return Ok(()) };
-        if !is_managed(&there) {
-            return Err(refused!("{} {name} is not deleted: {}", kind.2, not_of_a_run()));
-        }
-        if !is_ours(&there) {
-            return Ok(());
+        match (is_managed(&there), is_ours(&there)) {
+            (false, _) => return Err(refused!("{} {name} is not deleted: {}", kind.2, not_of_a_run())),
+            (_, false) => return Ok(()),
+            _ => {}
         }
         let uid = there.metadata.uid;
         let preconditions = Some(Preconditions { uid: uid.clone(), resource_version: None });
@@ -272,11 +271,7 @@ impl Run<'_> {
         let until = Instant::now() + GOING;
         while look().await?.is_some_and(|there| there.metadata.uid == uid) {
             if Instant::now() > until {
-                return Err(refused!(
-                    "{} {name} is deleted and still there after {} s",
-                    kind.2,
-                    GOING.as_secs()
-                ));
+                return Err(refused!("{} {name} is deleted and still there after {GOING:?}", kind.2));
             }
             tokio::time::sleep(POLL).await;
         }
