@@ -9,7 +9,7 @@
 
 FROM rust:1.90-bookworm AS build
 ARG SOURCE_DATE_EPOCH=0
-# The tests of the images optimise less, to save time.
+# For a release that is only tried: less is optimised, and the build is faster.
 ARG OPT_LEVEL=3
 ARG LTO=thin
 ARG CODEGEN_UNITS=4

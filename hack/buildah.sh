@@ -28,7 +28,6 @@ b rm --all >/dev/null
 trap 'b rm --all >/dev/null' EXIT
 
 debian=docker.io/library/debian:bookworm-slim
-rust=docker.io/library/rust:1.90-bookworm
 golang=docker.io/library/golang:1.26-bookworm
 
 # Nothing in it depends on when and where it is made: no logs, no caches, no names of the machine.
@@ -46,7 +45,7 @@ if ! [ -e "$deps/debian.tar" ]; then
     sed -i -E 's/^([^:]*:[^:]*):[0-9]+:/\1:0:/' "$deps/base/etc/shadow"
     rm -f "$deps"/base/etc/*-
     tar -C "$deps/base" --sort=name --mtime=@0 -cf "$deps/debian.tar.new" .
-    for image in "$debian" "$rust" "$golang"; do b rmi --force "$image" >/dev/null 2>&1 || true; done
+    for image in "$debian" "$golang"; do b rmi --force "$image" >/dev/null 2>&1 || true; done
     mv "$deps/debian.tar.new" "$deps/debian.tar"
     rm -rf "$deps/base"
 fi
@@ -57,17 +56,6 @@ has "$debian" || {
     b config --env PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
     commit "$container" "$debian"
 }
-has "$rust" || {
-    container=$(b from --pull-never "$debian")
-    b run "$container" -- sh -ec 'apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null'
-    b config --env PATH=/usr/local/rust/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-        --env CARGO_HOME=/usr/local/cargo "$container"
-    commit "$container" "$rust"
-}
-
-toolchain=$(rustc --print sysroot)
-registry=${CARGO_HOME:-$HOME/.cargo}/registry
-mkdir -p "$registry" "$deps/target"
 
 logged() {
     "$@" >"$deps/build.log" 2>&1 || {
@@ -77,9 +65,7 @@ logged() {
 }
 # Builds a stage of the Dockerfile in the directory $context.
 bud() { # FLAG...
-    logged b bud --pull-never --layers --quiet --volume "$toolchain:/usr/local/rust:ro" \
-        --volume "$registry:/usr/local/cargo/registry" --volume /etc/ssl/certs:/etc/ssl/certs:ro \
-        "$@" --file "${context:-.}/Dockerfile" "${context:-.}"
+    logged b bud --pull-never --layers --quiet "$@" --file "${context:-.}/Dockerfile" "${context:-.}"
 }
 # Builds the example backup program, which has a Dockerfile of its own.
 bud_example() { # FLAG...

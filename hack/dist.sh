@@ -56,12 +56,25 @@ archive() { # FILE DIRECTORY NAME [FLAG...]
         "${@:4}" -C "$2" -c "$3" | case $1 in *gz) gzip -n9 ;; *) cat ;; esac >"$1"
 }
 
+# The build stage's image: Debian's linker, and the toolchain and the crates of this machine.
+rust=docker.io/library/rust:1.90-bookworm
+toolchain=$(rustc --print sysroot)
+registry=${CARGO_HOME:-$HOME/.cargo}/registry
+mkdir -p "$registry"
+b rmi --force "$rust" >/dev/null 2>&1 || true
+container=$(b from --pull-never "$debian")
+b run "$container" -- sh -ec 'apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null'
+b config --env PATH=/usr/local/rust/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    --env CARGO_HOME=/usr/local/cargo "$container"
+commit "$container" "$rust"
+
 # The source's times are the commit's, so cargo could take what an earlier commit left for its own: its directory is new.
 build() { # TAG [FLAG...]
     bud --build-arg OPT_LEVEL="${OPT_LEVEL:-3}" --build-arg LTO="${LTO:-thin}" --build-arg CODEGEN_UNITS="${CODEGEN_UNITS:-4}" \
         --build-arg VERSION="$version" --build-arg REVISION="$(git rev-parse HEAD)" \
         --build-arg COMMIT="$(git log -1 --abbrev=12 --format='%h %cs')" \
-        --volume "$work/target:/src/target" --timestamp "$SOURCE_DATE_EPOCH" --tag "$@"
+        --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
+        --volume /etc/ssl/certs:/etc/ssl/certs:ro --volume "$work/target:/src/target" --timestamp "$SOURCE_DATE_EPOCH" --tag "$@"
 }
 
 # The programs that the build stage made for ARCH, in a tarball.
@@ -73,6 +86,7 @@ tarball() { # ARCH IMAGE
     mounted=$(b mount "$container")
     for program in "${programs[@]}"; do
         install -m 0755 "$(find "$mounted/out" -name "$program" -type f)" "$dir/bin/"
+        ! readelf --program-headers "$dir/bin/$program" | grep -q INTERP || fail "$program for $1 is not static"
     done
     b rm "$container" >/dev/null
     # Pages and completions are the same on all machines, and these programs run on this one.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the Dockerfile with buildah and unpacks the image into a directory, for the tests that run the driver in it.
-# What is tested is every instruction of the Dockerfile and what comes out of them. Does nothing when nothing changed.
+# Builds the Dockerfile with buildah and unpacks the image into a directory, for the tests that run the driver in it. In place of its
+# build stage stand the programs that the tests run, so that nothing is built twice; hack/dist.sh runs that stage, too.
+# Does nothing when nothing changed.
 #
 # With --archives it also writes the images of driver, gateway, router, earlier designs, cbt-lab, backup tool and example program to
 # .deps/image/archives, under the names that the manifests use, for hack/cluster.sh.
@@ -37,8 +38,18 @@ fi
 
 # shellcheck source=hack/buildah.sh
 . hack/buildah.sh
+programs=$deps/programs
+# Puts a program where the build stage puts it. It is not static: images of one file get its libraries, too.
+put() { # PROGRAM DIRECTORY [with libraries]
+    local library
+    install -D "target/debug/$1" "$programs/out/$2/$1"
+    strip "$programs/out/$2/$1"
+    [ $# -lt 3 ] || for library in $(ldd "target/debug/$1" | grep -o '/[^ ]*'); do
+        install -D "$(readlink -f "$library")" "$programs/out/$2$library"
+    done
+}
 build() { # TAG [FLAG...]
-    bud --build-arg OPT_LEVEL=0 --build-arg LTO=off --build-arg CODEGEN_UNITS=16 --volume "$deps/target:/src/target" --tag "$@"
+    bud --build-context "build=$programs" --tag "$@"
 }
 unpack() { # TAG DIRECTORY
     rm -rf "$2.new"
@@ -52,7 +63,16 @@ unpack() { # TAG DIRECTORY
     mv "$2.new" "$2"
 }
 if [ "$unpacked" = no ]; then
-    echo "image-rootfs: building the Dockerfile"
+    echo "image-rootfs: building the programs and the Dockerfile"
+    "${CARGO:-cargo}" test --no-run --quiet --locked --workspace --features failpoints
+    rm -rf "$programs"
+    put deltapath deltapath/usr/local/bin
+    put cbt-lab cbt-lab/usr/local/bin
+    put deltapath-gateway gateway with libraries
+    put deltapath-router router with libraries
+    put cbt-earlier earlier with libraries
+    put cbt-backup backup with libraries
+    install -D -m 0644 -t "$programs/out/backup/etc/ssl/certs" /etc/ssl/certs/ca-certificates.crt
     build deltapath:test
     unpack deltapath:test "$rootfs"
     build deltapath-gateway:test --target gateway

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds all tests and runs them as one pool, so that both cores are busy to the end: each integration test is a process,
+# Builds all tests and runs them as one pool, so that the cores are busy to the end: each integration test is a process,
 # the longest first (hack/test-times), and one that hangs is ended and named. Unit tests run a program at a time. Retries nothing.
+# Most tests wait more than they work. Those that work take turns: one for each core, so that no test waits for a core all the time.
 #
-#   run-tests.sh [--without-go] [FILTER]     JOBS=6 at once, LIMIT=900 seconds for each
+#   run-tests.sh [--without-go] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
 #
 # --without-go leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77).
 # The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times: seconds,
@@ -34,7 +35,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/deltapath-tests-XXXXXX")
 export work
 trap 'rm -rf "$work"' EXIT
 
-# A line for each process: seconds as far as they are known, label, program, directory, arguments.
+# A line for each process: seconds as far as they are known, works or waits, label, program, directory, arguments.
 plan() {
     sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml","target":{"kind":\["\([a-z]*\)".*"test":true},"features".*"executable":"\([^"]*\)".*/\1 \2 \3/p' target/test-artifacts |
         while read -r directory kind program; do
@@ -58,13 +59,15 @@ plan() {
                 *) echo "$package $kind	$program	$directory	--test-threads=2" ;;
             esac
         done | grep -F -e "$filter" |
-        awk -F '\t' 'FILENAME != "-" { took[$2] = $1; next } { print ($1 in took ? took[$1] : 0) "\t" $0 }' hack/test-times - |
+        awk -F '\t' '
+            FILENAME != "-" { took[$2] = $1; share[$2] = $3 / $1; next }
+            { print took[$1] + 0 "\t" (share[$1] > 0.3 ? "works" : "waits") "\t" $0 }' hack/test-times - |
         sort -t '	' -k 1,1rn
 }
 
 run_one() {
     local label program directory arguments code=0 begun=${EPOCHREALTIME/./} log
-    IFS='	' read -r _ label program directory arguments <<<"$1"
+    IFS='	' read -r _ _ label program directory arguments <<<"$1"
     log=$(mktemp "$work/log-XXXXXX")
     local TIMEFORMAT='%U %S' processor
     { time {
@@ -90,7 +93,19 @@ export -f run_one
 
 plan >"$work/plan"
 [ -s "$work/plan" ] || { echo "run-tests: no test has ${filter@Q} in its name" >&2 && exit 2; }
-xargs -a "$work/plan" -d '\n' -n 1 -P "$jobs" bash -c 'run_one "$@"' _
+
+# When all that works is done, its places are for what waits: xargs runs one more at once for each SIGUSR1.
+queue() { # works|waits AT_ONCE
+    exec xargs -d '\n' -r -n 1 -P "$2" bash -c 'run_one "$@"' _ < <(grep -F "	$1	" "$work/plan")
+}
+cores=$(nproc)
+queue works "$cores" &
+works=$!
+queue waits $((jobs > cores ? jobs - cores : 1)) &
+waits=$!
+wait "$works"
+for ((i = 0; i < cores; i++)); do kill -USR1 "$waits" 2>/dev/null || true; done
+wait "$waits"
 
 sort -rn "$work/times" >target/test-times
 [ ! -e "$work/failures" ] || cat "$work/failures"

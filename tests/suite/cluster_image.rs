@@ -310,7 +310,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     }
 }
 
-/// Each image is one static file. It runs as the pod's user, without any other file.
+/// It runs as the pod's user, without a shell and without any program of Debian.
 #[rstest::rstest]
 #[case::gateway("gateway", "deltapath-gateway")]
 #[case::router("router", "deltapath-router")]
@@ -319,7 +319,8 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
 #[test]
 fn an_image_of_one_program_needs_nothing_else(#[case] directory: &str, #[case] program: &str) {
     let image = rootfs().with_file_name(directory);
-    assert_eq!(testkit::names(&image), [program]);
+    // The programs of a release are static, which `make dist` checks. These have their libraries.
+    assert_eq!(testkit::names(&image), [program, "lib", "lib64"]);
     let output = Command::new("chroot")
         .args(["--userspec=65532:65532", "--groups="])
         .arg(&image)
