@@ -99,6 +99,7 @@ queue() { # works|waits AT_ONCE
     exec xargs -d '\n' -r -n 1 -P "$2" bash -c 'run_one "$@"' _ < <(grep -F "	$1	" "$work/plan")
 }
 cores=$(nproc)
+trap 'kill ${works-} ${waits-} 2>/dev/null || true; rm -rf "$work"' EXIT
 queue works "$cores" &
 works=$!
 queue waits $((jobs > cores ? jobs - cores : 1)) &
