@@ -40,6 +40,8 @@ struct State {
     waiting_extents: usize,
     segments: Vec<SegmentRef>,
     sent: Vec<JoinHandle<Result<()>>>,
+    /// Why a pack was not stored. What is in work refers to it, so nothing more is taken, and nothing is finished.
+    failed: Option<String>,
     /// Packs that are sent and not durable yet.
     in_flight: Arc<Mutex<HashSet<[u8; 32]>>>,
     added: u64,
@@ -53,6 +55,15 @@ pub struct Written {
     pub segments: Vec<SegmentRef>,
     /// Bytes of new packs.
     pub added: u64,
+}
+
+impl State {
+    fn check(&self) -> Result<()> {
+        match &self.failed {
+            Some(why) => Err(refused!("{why}")),
+            None => Ok(()),
+        }
+    }
 }
 
 impl<'r> Writer<'r> {
@@ -129,6 +140,7 @@ impl<'r> Writer<'r> {
 
     /// Closes the pack with data, and writes the maps that have waited for it: one pack with data is open at a time.
     fn close_data(&self, state: &mut State) -> Result<()> {
+        state.check()?;
         if let Some((place, open)) = state.data.take() {
             self.send(state, place, open)?;
         }
@@ -168,6 +180,7 @@ impl<'r> Writer<'r> {
     }
 
     fn close_maps(&self, state: &mut State) -> Result<()> {
+        state.check()?;
         match state.maps.take() {
             Some((place, open)) => self.send(state, place, open),
             None => Ok(()),
@@ -178,7 +191,11 @@ impl<'r> Writer<'r> {
         let store = &self.repository.store;
         // What failed since the last one.
         for task in state.sent.extract_if(.., |task| task.is_finished()) {
-            store.runtime().block_on(task).map_err(ended)??;
+            let stored = store.runtime().block_on(task).map_err(ended).flatten();
+            if let Err(error) = stored {
+                state.failed = Some(base::report(&error));
+                return Err(error);
+            }
         }
         let (pack, parts) = open.close();
         state.packs.fill(place, pack);
@@ -219,9 +236,8 @@ impl<'r> Writer<'r> {
 
     /// Closes everything and waits until all of it is durable.
     pub fn finish(self) -> Result<Written> {
-        self.flush()?;
+        let mut first = self.flush();
         let mut state = self.state.into_inner();
-        let mut first = Ok(());
         for task in state.sent.drain(..) {
             let done = self.repository.store.runtime().block_on(task).map_err(ended).flatten();
             first = first.and(done);
@@ -281,4 +297,44 @@ pub fn filled(segment: &SegmentRef) -> impl Iterator<Item = (u64, u64)> + '_ {
         let start = start + part * whole;
         (start, start + whole * u64::from(*fill) / 255)
     })
+}
+
+#[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "what is done to a repository from outside")]
+mod tests {
+    use super::super::Extent;
+    use super::super::tests::{open, runtime};
+    use super::*;
+
+    /// A disk became full while a backup noted how far it was: the note met the error, and the pack that was open then was lost
+    /// with it. The backup went on, and ended in a panic when it wrote a map that names that pack.
+    #[test]
+    fn a_pack_that_is_not_stored_ends_all_that_follows() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let runtime = runtime();
+        let repository = open(dir.path(), &runtime);
+        let writer = Writer::new(&repository, &[], &[]);
+        let mut compressor = Compressor::new(1).expect("zstd");
+        let mut add = |number: u32| {
+            let content = number.to_le_bytes().repeat(1024);
+            let (pack, chunk) = writer.chunks(&[compressor.chunk(&content)])?[0];
+            let extents = vec![Extent { start: 0, blocks: 1, pack, chunk, skip: 0 }];
+            writer.segment(number, Segment { extents })
+        };
+        std::fs::write(dir.path().join("packs"), "").expect("packs cannot lie below a file");
+        let mut number = 0;
+        let first = loop {
+            number += 1;
+            add(number).expect("it waits for its pack");
+            if let Err(error) = writer.flush() {
+                break error;
+            }
+        };
+        add(number + 1).expect("it waits for its pack");
+        let again = writer.flush().expect_err("nothing is sent any more");
+        assert_eq!(again.to_string(), base::report(&first));
+        assert!(writer.durable().0.segments.is_empty());
+        let end = writer.finish().map(|written| written.segments).expect_err("the backup fails");
+        assert_eq!(end.to_string(), base::report(&first));
+    }
 }
