@@ -12,6 +12,7 @@ mod puller;
 mod router;
 mod rpc;
 mod server;
+mod services;
 mod snapshot_metadata;
 pub mod status;
 mod transfer;

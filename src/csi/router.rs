@@ -22,7 +22,7 @@ use tonic::{Request, Response, Status, async_trait};
 use super::controller::{create_volume, encode_created};
 use super::puller::Puller;
 use super::rpc::{rpc_span, unary};
-use super::server::cluster_services;
+use super::services::cluster_services;
 use super::snapshot_metadata::SnapshotMetadataService;
 use super::transfer::{MAX_MESSAGE, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};

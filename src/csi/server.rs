@@ -6,22 +6,15 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
-use tonic::service::LayerExt;
 use tonic::transport::{self, Server};
 
-use super::controller::ControllerService;
-use super::group_controller::GroupControllerService;
-use super::identity::IdentityService;
 use super::node::NodeService;
 use super::router::{RouterError, RouterListener};
-use super::snapshot_metadata::{SnapshotMetadataService, counted};
+use super::services::cluster_services;
+use super::snapshot_metadata::SnapshotMetadataService;
 use crate::driver::Driver;
 use base::Endpoint;
-use proto::controller_server::ControllerServer;
-use proto::group_controller_server::GroupControllerServer;
-use proto::identity_server::IdentityServer;
 use proto::node_server::NodeServer;
-use proto::snapshot_metadata_server::SnapshotMetadataServer;
 use serve::authority::Tolerant;
 use serve::socket;
 
@@ -82,21 +75,6 @@ pub async fn serve(
     };
     // The first error ends both.
     tokio::try_join!(local, cluster).map(drop)
-}
-
-/// The services that are asked on behalf of the cluster, and not of the node.
-pub(super) fn cluster_services(
-    server: &mut Server,
-    driver: &Arc<Driver>,
-    metadata: SnapshotMetadataService,
-) -> transport::server::Router {
-    server
-        .add_service(IdentityServer::new(IdentityService(driver.clone())))
-        .add_service(ControllerServer::new(ControllerService(driver.clone())))
-        .add_service(GroupControllerServer::new(GroupControllerService(driver.clone())))
-        .add_service(
-            counted(driver.metadata.streams().clone()).named_layer(SnapshotMetadataServer::new(metadata)),
-        )
 }
 
 #[cfg(test)]

@@ -42,9 +42,9 @@ pub use request::params::{EphemeralParameters, SnapshotParameters, VolumeParamet
 pub use snapshots::groups::Group;
 pub use snapshots::hashing::run::{Hashing, HashingThread};
 pub use snapshots::take::Snapshots;
-pub use transfer::begin::Transfers;
 pub use transfer::receive::COMPARED;
 pub use transfer::send::{OpenSource, Point, Sources};
+pub use transfer::transfers::Transfers;
 pub use volumes::attach::AttachRequest;
 pub use volumes::capacity::{AvailableCapacity, Capacity};
 pub use volumes::expand::Expansion;

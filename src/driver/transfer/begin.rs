@@ -1,23 +1,17 @@
 //! Begins, continues and removes transfers.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use parking_lot::Mutex;
 
 use crate::driver::devices::superblock::check_growth;
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::LockKey;
 use crate::driver::request::capability::kinds;
 use crate::driver::request::create::{CreateVolume, SourceRef, check_name};
-use crate::driver::shared::Shared;
-use crate::driver::snapshots::quiesce::{Copier, LiveCopy};
+use crate::driver::snapshots::quiesce::LiveCopy;
 use crate::driver::transfer::run::Running;
-use crate::driver::transfer::throttle::Throttle;
-use crate::driver::volumes::capacity::Capacity;
-use crate::driver::volumes::incoming::{Phase, Transfer, TransferTable};
-use crate::driver::volumes::make::Volumes;
+use crate::driver::transfer::transfers::Transfers;
+use crate::driver::volumes::incoming::{Phase, Transfer};
 use crate::driver::volumes::remote::{Opened, Remote, RemoteFault};
 use crate::store::{AccessKind, Draft, Source, Timestamp, VolumeRecord};
 use base::{Stop, VolumeId};
@@ -32,22 +26,6 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const UNASKED: Duration = Duration::from_secs(3600);
 /// How long a stop waits for the transfers to end.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
-
-/// Makes volumes from sources on other nodes.
-#[derive(Debug)]
-pub struct Transfers {
-    pub(in crate::driver) shared: Arc<Shared>,
-    pub(in crate::driver) volumes: Arc<Volumes>,
-    pub(in crate::driver) capacity: Arc<Capacity>,
-    pub(in crate::driver) copier: Arc<Copier>,
-    pub(in crate::driver) table: Arc<TransferTable>,
-    pub(in crate::driver) throttle: Throttle,
-    /// The ids of volumes whose source was not open in time, by their names: the next try finds what the source's node has copied
-    /// meanwhile.
-    pub(in crate::driver) opening: Mutex<HashMap<String, VolumeId>>,
-    /// The number of transfers that receive.
-    pub(in crate::driver) working: Mutex<usize>,
-}
 
 impl Transfers {
     /// Makes a volume from a source on another node, or returns the one that an earlier call of this name made. Fails with

@@ -27,4 +27,5 @@ pub(in crate::driver) mod receive;
 pub(in crate::driver) mod run;
 pub(in crate::driver) mod send;
 pub(in crate::driver) mod throttle;
+pub(in crate::driver) mod transfers;
 pub(in crate::driver) mod write;

@@ -25,7 +25,7 @@ use crate::driver::error::{Error, Result};
 use crate::driver::transfer::holes;
 use crate::driver::transfer::plan::{Plan, portions, runs};
 use crate::driver::transfer::throttle::{POLL_INTERVAL, Throttle};
-use crate::driver::transfer::write::{Gather, Writer, pieces};
+use crate::driver::transfer::write::{Gather, Writer, WriterGone, pieces};
 use crate::driver::volumes::incoming::Progress;
 use crate::driver::volumes::remote::{Blocks, Opened, Remote, RemoteFault};
 use crate::sys::memory::KeepFreed;
@@ -68,6 +68,12 @@ impl From<files::Error> for Cut {
 impl From<Stopped> for Cut {
     fn from(stopped: Stopped) -> Self {
         Cut::Failed(stopped.into())
+    }
+}
+
+impl From<WriterGone> for Cut {
+    fn from(_: WriterGone) -> Self {
+        Cut::Failed(Error::Stopped(Stopped::Cancelled))
     }
 }
 

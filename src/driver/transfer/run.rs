@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::driver::error::{Error, Result};
-use crate::driver::transfer::begin::Transfers;
 use crate::driver::transfer::receive::{Cut, Receiver};
 use crate::driver::transfer::throttle;
+use crate::driver::transfer::transfers::Transfers;
 use crate::driver::volumes::incoming::{Outcome, Phase, Transfer};
 use crate::driver::volumes::remote::Remote;
 use base::{ObjectDir, Stop};

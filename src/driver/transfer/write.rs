@@ -5,11 +5,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 
-use crate::driver::error::Error;
-use crate::driver::transfer::receive::Cut;
 use crate::driver::volumes::incoming::Progress;
 use crate::sys::clone;
-use base::Stopped;
 use files::{AlignedBuffer, change};
 
 /// The most bytes that are written at once. Each write past the page cache waits for the disk.
@@ -51,12 +48,6 @@ impl Piece {
 
 /// The writer has ended, since a write failed. That error is the one that counts.
 pub(super) struct WriterGone;
-
-impl From<WriterGone> for Cut {
-    fn from(_: WriterGone) -> Self {
-        Cut::Failed(Error::Stopped(Stopped::Cancelled))
-    }
-}
 
 /// Joins bytes to pieces for the writer. This is done where their hashes were just checked, while they are in the processor's
 /// cache.
