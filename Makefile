@@ -141,7 +141,7 @@ power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 t
 	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
 
 transfer-kills: deps ## Kill both ends of transfers between nodes, KILLS=300 times and before each step, and nodes in the middle of each call
-	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath --package deltapath-router --features failpoints --test suite -- transfer_kills transfer_points every_call --nocapture
+	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath-router --features failpoints --test suite -- transfer_kills transfer_points every_call --nocapture
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build $(RELEASE) \
