@@ -9,6 +9,7 @@ pub const RETAINED_SNAPSHOTS: &str = "deltapath_retained_snapshots";
 pub const SNAPSHOTS: &str = "deltapath_snapshots";
 pub const GROUP_SNAPSHOTS: &str = "deltapath_group_snapshots";
 pub const UNREADABLE_OBJECTS: &str = "deltapath_unreadable_objects";
+pub const UNHEALTHY_VOLUMES: &str = "deltapath_unhealthy_volumes";
 pub const POOL_SIZE_BYTES: &str = "deltapath_pool_size_bytes";
 pub const POOL_FREE_BYTES: &str = "deltapath_pool_free_bytes";
 pub const HASHING_BACKLOG_BYTES: &str = "deltapath_hashing_backlog_bytes";

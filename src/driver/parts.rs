@@ -50,6 +50,8 @@ pub struct Figures {
     pub groups: usize,
     /// Objects whose records could not be read at start.
     pub unreadable: usize,
+    /// Volumes with faults of their own; `None` if the pool does not answer.
+    pub unhealthy: Option<usize>,
     /// Size of the pool's filesystem in bytes; `None` if it does not answer.
     pub pool_bytes: Option<u64>,
     /// Bytes that can still be written; the host's free space counts too if the image is sparse.
@@ -107,12 +109,14 @@ impl Driver {
         let Shared { open_pool, store, .. } = &*self.shared;
         let pool_bytes = sys::space(open_pool.dir().path()).ok().map(|space| space.total);
         let free_bytes = open_pool.free().ok();
+        let unhealthy = self.health.unhealthy();
         store.read(|index| Figures {
             volumes: index.volume_count(),
             snapshots: index.snapshot_count(),
             retained: index.retained_count(),
             groups: index.group_count(),
             unreadable: store.damaged().len(),
+            unhealthy,
             pool_bytes,
             free_bytes,
             hashing_backlog: self.hashing.queue.backlog(),

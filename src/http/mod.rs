@@ -81,6 +81,7 @@ fn describe() {
     describe_gauge!(metric::SNAPSHOTS, "Snapshots, members of groups among them.");
     describe_gauge!(metric::GROUP_SNAPSHOTS, "Group snapshots.");
     describe_gauge!(metric::UNREADABLE_OBJECTS, "Objects whose records could not be read at start.");
+    describe_gauge!(metric::UNHEALTHY_VOLUMES, "Volumes whose file is missing, cut short or cannot be read.");
     describe_gauge!(metric::POOL_SIZE_BYTES, Unit::Bytes, "Size of the pool's filesystem.");
     describe_gauge!(
         metric::POOL_FREE_BYTES,
@@ -152,6 +153,9 @@ fn scrape(driver: &Driver, counted: &PrometheusHandle) -> String {
     gauge!(metric::SNAPSHOTS).set(figures.snapshots as f64);
     gauge!(metric::GROUP_SNAPSHOTS).set(figures.groups as f64);
     gauge!(metric::UNREADABLE_OBJECTS).set(figures.unreadable as f64);
+    if let Some(unhealthy) = figures.unhealthy {
+        gauge!(metric::UNHEALTHY_VOLUMES).set(unhealthy as f64);
+    }
     if let Some(size) = figures.pool_bytes {
         gauge!(metric::POOL_SIZE_BYTES).set(size as f64);
     }

@@ -106,6 +106,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         ("deltapath_retained_snapshots", 0.0),
         ("deltapath_group_snapshots", 0.0),
         ("deltapath_unreadable_objects", 0.0),
+        ("deltapath_unhealthy_volumes", 0.0),
         ("deltapath_hashing_backlog_bytes", 0.0),
         ("deltapath_ready", 1.0),
     ] {
@@ -131,6 +132,13 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     assert_eq!(get(port, "/healthz").await.0, 200);
     assert_eq!(get(port, "/readyz").await.0, 200);
     assert_eq!(get(port, "/").await.0, 404);
+
+    let unhealthy = async || value(&get(port, "/metrics").await.1, "deltapath_unhealthy_volumes");
+    let data = rig.volume_dir(&volume).data();
+    std::fs::rename(&data, data.with_extension("away")).expect("the file goes");
+    assert_eq!(unhealthy().await, Some(1.0));
+    std::fs::rename(data.with_extension("away"), &data).expect("and comes back");
+    assert_eq!(unhealthy().await, Some(0.0));
     rig.detach_and_finish(&volume).await;
 }
 

@@ -4,7 +4,7 @@
 # shellcheck disable=SC2154,SC2317
 
 part_alerts() {
-    local pool=/var/lib/deltapath/pool record='/var/lib/deltapath/pool/volumes/*/record.json'
+    local data pool=/var/lib/deltapath/pool record='/var/lib/deltapath/pool/volumes/*/record.json'
     (cd "$root/hack/alerts" && go build -o "$scratch/alerts" .)
     on "$name-a" up --nodes 2
     on "$name-a" install --distributed --chart --set 'driver.extraArgs={--pool-size=1Gi}'
@@ -23,6 +23,12 @@ part_alerts() {
     fire DeltapathRecordsUnreadable 5
     on "$name-a" exec --node "${node#node}" bash -c "cp -a /run/record \$(echo $record)"
     restart
+
+    say "a volume whose file is gone"
+    data=$(on "$name-a" exec --node "${node#node}" bash -c "echo ${record%/*}/bytes/data.img")
+    on "$name-a" exec --node "${node#node}" bash -c "mv $data $data.away"
+    fire DeltapathVolumeUnhealthy 8
+    on "$name-a" exec --node "${node#node}" bash -c "mv $data.away $data"
     k delete --filename "$root/deploy/examples/block.yaml" --timeout 120s
 
     say "a pool that is hidden"

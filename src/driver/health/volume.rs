@@ -221,6 +221,17 @@ impl Health {
         Ok((entries, String::new()))
     }
 
+    /// The number of volumes with faults of their own. `None` while the pool shows no files.
+    pub(in crate::driver) fn unhealthy(&self) -> Option<usize> {
+        if self.of_pool().cut_off() {
+            return None;
+        }
+        let records: Vec<_> = self.shared.store.read(|index| index.volumes_after(None).cloned().collect());
+        let is_unhealthy =
+            |record: &&Arc<VolumeRecord>| !self.of_volume(record, &Faults::default()).is_empty();
+        Some(records.iter().filter(is_unhealthy).count())
+    }
+
     /// The faults of this node's storage: the pool and the disk below it.
     pub fn of_storage(&self) -> Vec<Fault> {
         let mut faults = self.of_pool();
