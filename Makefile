@@ -67,6 +67,7 @@ lint: ## Formatting, clippy, and the sentences of the pages; warnings are errors
 	@hack/plain-english.sh
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features failpoints -- -D warnings
+	$(CARGO) check --quiet --locked --lib --profile test --features interleavings
 
 check: lint
 
