@@ -35,9 +35,10 @@ BACKUP_CUTS ?= 100
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-# What images say about themselves. The commit and its date are the same wherever they are built.
+# What programs and images say about themselves. The commit and its date are the same wherever they are built.
+COMMIT = $(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
-	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
+	--build-arg COMMIT="$(COMMIT)"
 
 .PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order full-pools backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
 
@@ -47,6 +48,7 @@ help: ## Say what there is
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
 
+build: export DELTAPATH_COMMIT = $(COMMIT)
 build: ## Build the programs: deltapath, deltapath-gateway, deltapath-router, cbt-backup, cbt-earlier and cbt-lab in target/release
 	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package deltapath-router --package cbt-backup --package deltapath-earlier --package cbt-lab
 
