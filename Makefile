@@ -35,9 +35,10 @@ BACKUP_CUTS ?= 100
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-# What images say about themselves. The commit and its date are the same wherever they are built.
+# What programs and images say about themselves. The commit and its date are the same wherever they are built.
+COMMIT = $(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)
 RELEASE = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
-	--build-arg COMMIT="$(shell git log -1 --abbrev=12 --format='%h %cs' 2>/dev/null)"
+	--build-arg COMMIT="$(COMMIT)"
 
 # What is built once only needs no state for the next build: it is 6 GB and takes time to write.
 ifeq ($(CI),true)
@@ -52,6 +53,7 @@ help: ## Say what there is
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
 
+build: export DELTAPATH_COMMIT = $(COMMIT)
 build: ## Build the programs: deltapath, deltapath-gateway, deltapath-router, cbt-backup, cbt-earlier and cbt-lab in target/release
 	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package deltapath-router --package cbt-backup --package deltapath-earlier --package cbt-lab
 

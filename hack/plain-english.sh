@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How plain the pages are: words a sentence on average, words of the longest sentence, and phrases that CONTRIBUTING.md rules
-# out. The average is that of prose; the other two are those of table cells too. Headings and code do not count.
+# out. The average is that of prose; the other two are those of table cells and headings too. Code does not count.
 #
 #   plain-english.sh [--long] [FILE...]
 #
@@ -9,13 +9,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=
 [ "${1-}" != --long ] || { mode=--long && shift; }
-[ $# -gt 0 ] || set -- README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md docs/*.md deploy/*.md crates/*/README.md crates/*/*/README.md
+[ $# -gt 0 ] || set -- README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs/*.md deploy/*.md crates/*/README.md crates/*/*/README.md
 measured=$(mktemp)
 trap 'rm -f "$measured"' EXIT
 
 awk -v mode="$mode" '
     BEGIN {
-        split("stands before|by way of|goes|is told|are told|is no|are no|is none|so many times as|is away|are away|made twice|beside|nobody", phrases, "|")
+        split("stands before|by way of|goes|going on|is told|are told|is no|are no|is none|so many times as|is away|are away|made twice|beside|nobody", phrases, "|")
     }
     function sentence(text, prose,    words, count, plain, i, from) {
         count = split(text, words, /[ \t]+/)
@@ -55,7 +55,8 @@ awk -v mode="$mode" '
     FNR == 1 { finish(); page = FILENAME }
     /^ *```/ { flush(); fenced = !fenced; next }
     fenced { next }
-    /^ *$/ || /^#/ { flush(); next }
+    /^ *$/ { flush(); next }
+    /^#/ { flush(); block($0, 0); next }
     /^ *\|/ {
         flush()
         count = split($0, cells, "|")

@@ -39,7 +39,8 @@ fn paths(text: &str) -> Vec<&str> {
         .collect()
 }
 
-fn pages() -> Vec<String> {
+/// All pages of the repository.
+pub fn pages() -> Vec<String> {
     let mut pages = files("docs", "md");
     pages.extend(files("deploy", "md"));
     pages.extend(files("crates", "md"));

@@ -335,3 +335,16 @@ fn remove_works_where_a_crd_is_missing() {
         );
     }
 }
+
+/// So `--version` names the commit and its date.
+#[test]
+fn make_build_tells_the_compiler_the_commit() {
+    let said = |program: &str, arguments: &[&str]| {
+        let mut command = Command::new(program);
+        let output = command.args(arguments).current_dir(repository()).env_remove("MAKEFLAGS").output();
+        String::from_utf8(output.expect(program).stdout).expect("UTF-8")
+    };
+    let commit = said("git", &["log", "-1", "--abbrev=12", "--format=%h %cs"]);
+    let built = said("make", &["--silent", "build", "CARGO=printenv DELTAPATH_COMMIT #"]);
+    assert_eq!(built.trim_end(), commit.trim_end());
+}

@@ -14,7 +14,7 @@ use testkit::running::Running;
 use testkit::{PoolKind, Rig, until_caught};
 
 /// Every program, and the commands that it has.
-const PROGRAMS: [(&str, &[&str]); 6] = [
+pub const PROGRAMS: [(&str, &[&str]); 6] = [
     ("deltapath", &["driver", "demo", "verify", "check", "preflight"]),
     ("deltapath-gateway", &[]),
     ("deltapath-router", &["forget", "delete-volume", "certificates", "node-certificate"]),
@@ -131,6 +131,12 @@ fn exit_codes_are_the_same_in_all_programs() {
         );
     }
     row("cbt-backup full --volume v --device @/image", 2, "no repository is named");
+    row("cbt-backup list -n x", 2, "'-n' is a flag of other commands: full, incremental, auto, run\n");
+    row(
+        "cbt-backup prune --context x",
+        2,
+        "'--context' is a flag of other commands: full, incremental, auto, run\n",
+    );
     // A directory of this machine is none in a pod.
     let pod = "cbt-backup run --patience 1s --kubeconfig @/kubeconfig";
     row(&format!("{pod} --pvc a"), 2, "add --repository s3://BUCKET/PREFIX, or --repository-claim NAME and");
@@ -220,10 +226,16 @@ fn exit_codes_are_the_same_in_all_programs() {
     row(&full.replace("@/image", "@/none"), 1, "none");
     row("cbt-backup list --repository s3://bucket/prefix", 1, "AWS_ACCESS_KEY_ID");
     // A suite that found nothing out about the driver.
-    row(conformance, 2, "nobody answers");
+    row(conformance, 2, "no answer at");
     row(&format!("{conformance} --junit /no/such/dir/junit.xml"), 2, "/no/such/dir/junit.xml");
-    row("cbt-lab bench --endpoint unix://@/none.sock", 2, "nobody answers");
+    row("cbt-lab bench --endpoint unix://@/none.sock", 2, "no answer at");
     let mut wrong = Vec::new();
+    let page = testkit::pages::read("docs/reference.md");
+    let table = testkit::pages::section(&page, "Exit codes");
+    // 3 is of `deltapath check`, which tests/suite/check.rs asks.
+    for code in [0, 1, 3, i32::from(shell::USAGE), i32::from(shell::INTERRUPTED)] {
+        assert!(table.contains(&format!("\n| {code} | ")), "the reference has no exit code {code}");
+    }
     for (line, code, part) in rows {
         let began = Instant::now();
         let output = run(&line, dir);
@@ -251,6 +263,10 @@ fn every_program_has_completions_and_man_pages() {
         assert!(output.status.success() && output.stderr.is_empty(), "{line}: {}", said(&output));
         String::from_utf8(output.stdout).expect("UTF-8")
     };
+    // A release is the same on every machine.
+    let host = nix::unistd::gethostname().expect("a name").into_string().expect("UTF-8");
+    let default = format!("[default: {host}]").replace('-', "\\-");
+    let is_of_any_host = |page: &str| assert!(!page.contains(&default), "it names this host: {page}");
     for (program, commands) in PROGRAMS {
         let names = |text: &str, line: &str| {
             for name in [&[program, "--help", "completions", "man"], commands].concat() {
@@ -268,9 +284,11 @@ fn every_program_has_completions_and_man_pages() {
         names(&page.replace("\\-", "-"), &line);
         assert_eq!(run(&format!("{program} man --out @/man1"), dir).status.code(), Some(0));
         assert_eq!(std::fs::read_to_string(dir.join(format!("man1/{program}.1"))).expect("read"), page);
+        is_of_any_host(&page);
         for command in [commands, &["completions", "man"]].concat() {
             let page = std::fs::read_to_string(dir.join(format!("man1/{program}-{command}.1")));
             let page = page.expect("a page for each command");
+            is_of_any_host(&page);
             assert!(page.contains(".SH DESCRIPTION"), "{program} {command}: {page}");
         }
     }

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use cbt::{MapFile, SegmentIndex};
 
+use crate::commands::PROGRAMS;
 use crate::faults::{compared, live, until};
 use testkit::content::{Content, open_device};
 use testkit::pages::{blocks, quoted, read, rows, section};
@@ -21,6 +22,19 @@ const PAGES: [&str; 7] = [
     "docs/faults.md",
     "docs/benchmarks.md",
     "docs/testing.md",
+];
+
+/// Programs and commands with a section in the reference.
+const SECTIONS: [&str; 9] = [
+    "deltapath driver",
+    "deltapath-gateway",
+    "deltapath-router",
+    "deltapath-router certificates",
+    "deltapath-router node-certificate",
+    "cbt-backup",
+    "cbt-earlier differential",
+    "cbt-earlier aggregated",
+    "cbt-earlier cbt-http",
 ];
 
 fn pages() -> String {
@@ -44,20 +58,83 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
     found.filter(begins_with_a_letter).collect()
 }
 
-/// Whoever adds commands to a page says who runs them.
+/// Whoever adds commands or code to a page says who runs them.
 #[test]
 fn every_page_with_commands_is_in_the_table_of_who_runs_them() {
     let testing = read("docs/testing.md");
     let table = section(&testing, "Commands in the pages");
-    let pages = testkit::names(&Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")).into_iter();
-    let pages = pages.filter(|name| name.ends_with(".md")).map(|name| format!("docs/{name}"));
-    for page in pages.chain(["README.md".to_owned(), "CONTRIBUTING.md".to_owned()]) {
-        let has_commands = read(&page).lines().any(|line| line.trim_start().starts_with("```sh"));
-        assert!(
-            !has_commands || table.contains(&format!("`{page}`")),
-            "docs/testing.md does not name {page}"
-        );
+    for page in crate::cluster_docs::pages() {
+        let text = read(&page);
+        let mut languages = text.lines().filter_map(|line| line.trim_start().strip_prefix("```"));
+        let has_code = languages.any(|language| !["", "text"].contains(&language));
+        assert_eq!(has_code, table.contains(&format!("`{page}`")), "docs/testing.md, of {page}");
     }
+}
+
+/// The commands of a page that call our programs, each to its first pipe, redirection or comment.
+fn calls(page: &str) -> Vec<String> {
+    let blocks = page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let commands = blocks.collect::<String>().replace("\\\n", "");
+    let of_ours = |line: &str| {
+        let line = line.trim_start().trim_start_matches("target/release/");
+        let line = line.strip_prefix("source <(").map_or(line, |rest| rest.trim_end_matches(')'));
+        let line = if line.starts_with("kubectl exec") { line.rsplit(" -- ").next()? } else { line };
+        let end = [" #", " |", " >", " &"].into_iter().filter_map(|end| line.find(end)).min();
+        let line = &line[..end.unwrap_or(line.len())];
+        let is_ours = |name: &str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' '));
+        (PROGRAMS.iter().any(|(name, _)| is_ours(name)) || is_ours("kubectl cbt")).then(|| line.to_owned())
+    };
+    commands.lines().filter_map(of_ours).collect()
+}
+
+/// A program that does not know a flag, a command or a value names that, and not the one behind it.
+#[test]
+fn every_command_of_the_pages_is_one_of_its_program() {
+    let programs = PROGRAMS.map(|(name, _)| testkit::program(name));
+    let programs = programs[0].parent().expect("a directory").display();
+    let path = format!("{programs}:{}", std::env::var("PATH").expect("PATH"));
+    let mut seen = 0;
+    for page in crate::cluster_docs::pages() {
+        for call in calls(&read(&page)) {
+            let plugin = "kubectl() { shift; cbt-backup \"$@\"; }; work=/work";
+            let script = format!("{plugin}\n{call} --no-such-flag");
+            let output = Command::new("bash").args(["-euc", &script]).env("PATH", &path).output();
+            let told = String::from_utf8(output.expect("bash").stderr).expect("UTF-8");
+            assert!(told.contains("unexpected argument '--no-such-flag'"), "{page}: {call}: {told}");
+            seen += 1;
+        }
+    }
+    assert!(seen >= 40, "{seen} commands");
+}
+
+/// What clap takes where a flag is not given stands in the flag's row.
+#[test]
+fn every_default_is_in_the_reference() {
+    let reference = read("docs/reference.md");
+    let of_backup = PROGRAMS[3].1.iter().map(|command| format!("cbt-backup {command}"));
+    let mut seen = 0;
+    let of_lab = ["bench", "conformance"].map(|command| format!("cbt-lab {command}"));
+    for line in SECTIONS.map(str::to_owned).into_iter().chain(of_backup).chain(of_lab) {
+        let (program, command) = line.split_once(' ').unwrap_or((&line, "--help"));
+        let table = match (program, command) {
+            ("cbt-lab", "bench") => read("docs/lab-bench.md"),
+            ("cbt-lab", _) => read("docs/conformance.md"),
+            ("cbt-backup", _) => section(&reference, "Flags of `cbt-backup`").to_owned(),
+            _ => section(&reference, &format!("Flags of `{line}`")).to_owned(),
+        };
+        let mut flag = "";
+        for told in help(program, command).lines().map(str::trim) {
+            if told.starts_with('-') {
+                flag = told.split(' ').find(|word| word.starts_with("--")).unwrap_or(flag);
+            }
+            let default = told.split_once("[default: ").and_then(|(_, rest)| rest.split_once(']'));
+            let Some((default, _)) = default else { continue };
+            let says = |row: &str| [flag, default].iter().all(|word| row.contains(&format!("`{word}`")));
+            assert!(table.lines().any(says), "{line}: no row says that {flag} is {default}");
+            seen += 1;
+        }
+    }
+    assert!(seen > 50, "{seen} defaults");
 }
 
 #[test]
@@ -81,17 +158,8 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     }
     // Other tests compare these sections with the flags of the programs.
     let reference = read("docs/reference.md");
-    for program in [
-        "deltapath-gateway",
-        "deltapath-router",
-        "deltapath-router certificates",
-        "deltapath-router node-certificate",
-        "cbt-backup",
-        "cbt-earlier differential",
-        "cbt-earlier aggregated",
-        "cbt-earlier cbt-http",
-    ] {
-        real.extend(words(section(&reference, &format!("Flags of `{program}`")), "--"));
+    for title in &SECTIONS[1..] {
+        real.extend(words(section(&reference, &format!("Flags of `{title}`")), "--"));
     }
     // The pages also mention flags of other programs and of the scripts:
     // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, the community sidecar's in docs/conformance.md.

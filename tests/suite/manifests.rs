@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use serde_json::Value;
-use testkit::pages::read;
+use testkit::pages::{blocks, read};
 
 /// The directories that kustomize can build.
 pub const KUSTOMIZATIONS: [&str; 10] = [
@@ -190,6 +190,28 @@ fn the_chart_renders_what_the_overlays_do() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The overlay of docs/install.md, with the patch of docs/parameters.md.
+#[test]
+fn the_overlay_of_the_pages_builds() {
+    let [install, parameters] = ["docs/install.md", "docs/parameters.md"].map(read);
+    let overlay = [blocks(&install, "yaml"), blocks(&parameters, "yaml").split_off(1)].concat().join("\n");
+    let dir = tempfile::tempdir().expect("temp dir");
+    std::os::unix::fs::symlink(repository(), dir.path().join("deltapath")).expect("a link");
+    std::fs::create_dir(dir.path().join("overlay")).expect("mkdir");
+    std::fs::write(dir.path().join("overlay/kustomization.yaml"), overlay).expect("write");
+    let output = check(&[dir.path().join("overlay").display().to_string()]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let built = String::from_utf8_lossy(&output.stdout);
+    for (word, count) in [
+        ("\"REGISTRY/deltapath:", 1),
+        ("\"REGISTRY/deltapath-gateway:", 1),
+        ("\"REGISTRY/deltapath-router:", 3),
+        ("\"--pool-size=200Gi\"", 1),
+    ] {
+        assert_eq!(built.matches(word).count(), count, "{word}: {built}");
+    }
+}
+
 /// The comparison can fail: it names the field, the object that is missing, and the value that should be refused.
 #[test]
 fn a_chart_that_differs_from_an_overlay_is_found() {
@@ -212,14 +234,20 @@ fn a_chart_that_differs_from_an_overlay_is_found() {
     differs("valid: [{values: {}, without: [StorageClass]}]", "something says \"StorageClass\"");
 }
 
-/// What the chart has Prometheus and Grafana ask for is in the reference's tables, which are those of the programs.
+/// What the chart has Prometheus and Grafana ask for, and what a page names, is in the reference's tables, which are those of the
+/// programs.
 #[test]
-fn every_metric_of_an_alert_or_the_dashboard_is_one_of_the_programs() {
+fn every_metric_that_is_named_is_one_of_the_programs() {
     let reference = read("docs/reference.md");
     let word = |c: char| !(c.is_ascii_lowercase() || c == '_');
-    for (file, least) in [("templates/monitoring.yaml", 6), ("dashboards/deltapath.json", 20)] {
-        let text = read(&format!("deploy/chart/deltapath/{file}"));
-        let names: BTreeSet<&str> = text.split(word).filter(|name| name.starts_with("deltapath_")).collect();
+    let chart = [("templates/monitoring.yaml", 6), ("dashboards/deltapath.json", 20)];
+    let chart = chart.map(|(file, least)| (format!("deploy/chart/deltapath/{file}"), least));
+    for (file, least) in
+        chart.into_iter().chain(crate::cluster_docs::pages().into_iter().map(|page| (page, 0)))
+    {
+        let text = read(&file);
+        let is_name = |name: &&str| name.starts_with("deltapath_") || name.starts_with("cbt_earlier_");
+        let names: BTreeSet<&str> = text.split(word).filter(is_name).collect();
         assert!(names.len() >= least, "{file}: {names:?}");
         for name in names {
             let name = name.strip_suffix("_bucket").unwrap_or(name);

@@ -19,11 +19,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind as Wrong};
 use clap::{Arg, ArgMatches, Args, Command, Parser};
 use serde::Serialize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The commit of a release and its date, from git. A build by hand has none: else each commit would build everything anew.
+/// The commit and its date, from git, in images and what `make build` makes. `cargo build` has none: else each commit would build
+/// everything anew.
 const COMMIT: Option<&str> = option_env!("DELTAPATH_COMMIT");
 
 /// Exit code of wrong usage.
@@ -114,11 +116,40 @@ fn empty_value(command: &Command, given: &ArgMatches) -> Option<String> {
     empty_value(command.find_subcommand(name)?, given)
 }
 
+/// The error, which names the commands that take a flag where the given one does not.
+fn naming_takers(program: &Command, mut error: clap::Error) -> clap::Error {
+    if let (Wrong::UnknownArgument, Some(ContextValue::String(flag))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+    {
+        let is_it = |of: &Arg| match flag.strip_prefix("--") {
+            Some(long) => of.get_long() == Some(long),
+            None => flag
+                .strip_prefix('-')
+                .is_some_and(|short| of.get_short().is_some_and(|of| short == of.to_string())),
+        };
+        let takers = program.get_subcommands().filter(|command| command.get_arguments().any(is_it));
+        let takers = takers.map(Command::get_name).collect::<Vec<_>>().join(", ");
+        if !takers.is_empty() {
+            let tip = format!("'{flag}' is a flag of other commands: {takers}");
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+        }
+    }
+    error
+}
+
 /// How kubectl calls a plugin: `kubectl cbt` for a program that is installed as `kubectl-cbt`.
 fn as_plugin() -> Option<String> {
     let path = std::env::args_os().next()?;
     let name = std::path::Path::new(&path).file_name()?.to_str()?;
     Some(format!("kubectl {}", name.strip_prefix("kubectl-")?.replace('_', "-")))
+}
+
+/// What `--version` says.
+fn version(number: &str, commit: Option<&str>) -> String {
+    match commit {
+        None | Some("") => number.to_owned(),
+        Some(commit) => format!("{number} ({commit})"),
+    }
 }
 
 /// The command line, of which a wrong one ends the program.
@@ -129,9 +160,8 @@ pub fn parse<C: Parser>() -> C {
     if let Some(name) = as_plugin() {
         program = program.bin_name(name);
     }
-    if let (Some(version), Some(commit)) = (program.get_version(), COMMIT.filter(|commit| !commit.is_empty()))
-    {
-        let version: &'static str = format!("{version} ({commit})").leak();
+    if let Some(number) = program.get_version() {
+        let version: &'static str = version(number, COMMIT).leak();
         program = program.version(version);
     }
     let given = match program.clone().try_get_matches() {
@@ -140,9 +170,9 @@ pub fn parse<C: Parser>() -> C {
             printed(error.print().and_then(|()| io::stdout().flush())).map(|()| None).map_err(Box::from)
         }
         given => {
-            let given = given.unwrap_or_else(|error| error.exit());
+            let given = given.unwrap_or_else(|error| naming_takers(&program, error).exit());
             if let Some(why) = empty_value(&program, &given) {
-                program.error(clap::error::ErrorKind::InvalidValue, why).exit();
+                program.error(Wrong::InvalidValue, why).exit();
             }
             pages::run(&program, &given).map(|is_done| Some(given).filter(|_| !is_done))
         }
@@ -323,6 +353,14 @@ pub fn at_signals(mut act: impl FnMut() + Send + 'static) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_version_names_the_commit_where_there_is_one() {
+        for commit in [None, Some("")] {
+            assert_eq!(version("0.1.0", commit), "0.1.0");
+        }
+        assert_eq!(version("0.1.0", Some("0123abcd4567 2026-01-31")), "0.1.0 (0123abcd4567 2026-01-31)");
+    }
 
     /// Promise: a signal that comes while a program is made ready for signals ends it too.
     #[tokio::test]

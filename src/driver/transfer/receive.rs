@@ -397,7 +397,7 @@ mod tests {
 
         fn next(&mut self, _: &Stop) -> Result<Option<Blocks>, RemoteFault> {
             if self.handed_out == self.messages {
-                return Err(RemoteFault::Unavailable("it is away".to_owned()));
+                return Err(RemoteFault::Unavailable("unreachable".to_owned()));
             }
             let blocks: Vec<u32> = self.left.iter().take(MESSAGE as usize).collect();
             self.left.remove_range(..=blocks.last().copied().unwrap_or(0));

@@ -19,48 +19,60 @@ fn script() -> String {
     github
 }
 
-/// Runs the script as docs/ci-for-drivers.md does, in a network of its own.
-fn run(script: &str, dir: &Path, driver: &str, flags: &str) -> Output {
+/// Runs commands with the programs under test and these variables.
+fn run(commands: &str, dir: &Path, variables: &[(&str, &str)]) -> Output {
     let programs = testkit::program("cbt-lab").parent().expect("a directory").display().to_string();
-    let mut bash = Command::new("unshare");
-    bash.args(["--net", "bash", "-euc", script])
-        .env("PATH", format!("{programs}:{}", std::env::var("PATH").expect("PATH")));
-    bash.env("DRIVER", driver).env("FLAGS", flags).env("ARTIFACTS", dir.join("artifacts"));
-    bash.env("SOCKET", dir.join("socket/csi.sock")).output().expect("unshare")
+    let path = format!("{programs}:{}", std::env::var("PATH").expect("PATH"));
+    let mut bash = Command::new("bash");
+    bash.args(["-euc", commands]).current_dir(dir).env("PATH", path).envs(variables.iter().copied());
+    bash.output().expect("bash")
 }
 
+/// The commands of docs/ci-for-drivers.md as they stand, but for the driver, the directory and the number of cases.
 #[apply(device_test)]
 async fn the_files_for_other_drivers_ci_run_the_cases() {
     let dir = testkit::temp_dir();
     let dir = dir.path();
-    let script = script();
+    std::os::unix::fs::symlink(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy"), dir.join("deploy"))
+        .expect("a link");
+    let place = dir.display().to_string();
     let driver = format!(
-        "deltapath driver --node-id ci --pool dir --data-dir {0}/data --endpoint unix://{0}/socket/csi.sock",
-        dir.display()
+        "deltapath driver --node-id ci --pool dir --data-dir {place}/data --endpoint=unix://{place}/csi.sock"
     );
-    let junit = || std::fs::read_to_string(dir.join("artifacts/junit_conformance.xml")).expect("JUnit");
-    let flags = "--volume-size 64Mi --focus ^delta-(served|order|complete)$";
-    let output = run(&script, dir, &driver, flags);
+    let flags = "--volume-size=64Mi --focus ^delta-(served|order|complete)$";
+    let page = testkit::pages::read("docs/ci-for-drivers.md");
+    let mut commands =
+        "sudo() { shift; \"$@\"; }\n".to_owned() + &testkit::pages::blocks(&page, "sh").concat();
+    for (of_page, instead) in [
+        ("bin/your-csi-driver --endpoint=unix:///tmp/conformance/csi.sock", &driver),
+        ("--volume-size=256Mi", &format!("'{flags}'")),
+        ("/tmp/conformance", &place),
+    ] {
+        assert!(commands.contains(of_page), "the page does not say {of_page}: {commands}");
+        commands = commands.replace(of_page, instead);
+    }
+    let output = run(&commands, dir, &[]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let junit = std::fs::read_to_string(dir.join("artifacts/junit_conformance.xml")).expect("JUnit");
     let told = said(&output);
-    assert!(told.contains("PASS: 3 passed") && junit().contains("name=\"delta-complete\""), "{told}");
+    assert!(told.contains("PASS: 3 passed") && junit.contains("name=\"delta-complete\""), "{told}");
     assert!(std::fs::read_to_string(dir.join("artifacts/driver.log")).expect("a log").contains("listening"));
+    // What the page took out of the file is the script of both.
+    let taken = std::fs::read_to_string(dir.join("conformance.sh")).expect("a script");
+    let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(words(&taken), words(&script()));
+    let (socket, artifacts) = (format!("{place}/csi.sock"), format!("{place}/artifacts"));
+    let again = |driver: &str, flags: &str| {
+        let variables =
+            [("DRIVER", driver), ("FLAGS", flags), ("SOCKET", &*socket), ("ARTIFACTS", &*artifacts)];
+        run("unshare --net bash -eu conformance.sh", dir, &variables)
+    };
     // A case that fails fails the job.
-    let broken = "64Mi --focus ^delta-complete$ --staging-dir /proc/none";
-    let output = run(&script, dir, &driver, &format!("--volume-size {broken}"));
+    let output = again(&driver, "--volume-size 64Mi --focus ^delta-complete$ --staging-dir /proc/none");
     assert_ne!(output.status.code(), Some(0), "{}", said(&output));
     // So does a driver that does not start, which says why.
-    let output = run(&script, dir, "deltapath driver --pool none", flags);
+    let output = again("deltapath driver --pool none", flags);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     assert!(said(&output).contains("--pool"), "{}", said(&output));
     testkit::nothing_left(dir);
-    // The page takes the same script out of the file.
-    let page = include_str!("../../../docs/ci-for-drivers.md");
-    let take = page.lines().find(|line| line.starts_with("sed ")).expect("a command");
-    let mut bash = Command::new("bash");
-    bash.arg("-euc").arg(take.replace("conformance.sh", &dir.join("conformance.sh").display().to_string()));
-    assert!(bash.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("bash").success());
-    let taken = std::fs::read_to_string(dir.join("conformance.sh")).expect("a script");
-    let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(words(&taken), words(&script));
 }

@@ -123,7 +123,7 @@ fn said(status: Status) -> Status {
     match std::error::Error::source(&status) {
         None => status,
         Some(error) => {
-            tracing::warn!(error, "the CSI driver is away");
+            tracing::warn!(error, "the CSI driver is unreachable");
             Status::unavailable("the CSI driver does not answer on its socket: try again")
         }
     }

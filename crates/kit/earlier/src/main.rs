@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use base::{Endpoint, Quantity};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, host_and_port, host_name, review_cache};
+use serve::program::{LogFormat, host_and_port, review_cache};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// The designs of changed block tracking in Kubernetes (KEP-3314) that came before the stream, in front of any CSI driver.
@@ -197,9 +197,9 @@ struct Common {
     /// Namespace of the Lease.
     #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
     namespace: String,
-    /// Name of this replica in the election.
-    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
-    pod_name: String,
+    /// Name of this replica in the election. Default: the host's name.
+    #[arg(long, env = "POD_NAME", value_name = "NAME")]
+    pod_name: Option<String>,
     /// Requests at once. Further ones are answered with 429.
     #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
     max_requests: u16,

@@ -24,7 +24,7 @@ use rustls::pki_types::CertificateDer;
 use serve::certificate::Certificate;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
-use serve::program::{self, Stop};
+use serve::program::{self, Stop, host_name};
 use serve::questions::Metrics;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -128,7 +128,8 @@ impl Server {
 
     /// The lease of that name, for this replica.
     pub fn lease(&self, common: &Common, name: &str) -> Lease {
-        Lease::new(self.client.clone(), &common.namespace, name, &common.pod_name, Times::default())
+        let pod = common.pod_name.clone().unwrap_or_else(host_name);
+        Lease::new(self.client.clone(), &common.namespace, name, &pod, Times::default())
     }
 
     /// The driver's name, as soon as it answers; from then on it is told whether it is ready. None where a signal came first.

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use base::Endpoint;
 use clap::Parser;
-use serve::program::{LogFormat, host_and_port, host_name, review_cache, streams};
+use serve::program::{LogFormat, host_and_port, review_cache, streams};
 
 /// Thousands of connections come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -89,9 +89,9 @@ struct Arguments {
     /// Namespace of the Secret and of the Lease.
     #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
     namespace: Option<String>,
-    /// Name of this replica in the election.
-    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
-    pod_name: String,
+    /// Name of this replica in the election. Default: the host's name.
+    #[arg(long, env = "POD_NAME", value_name = "NAME")]
+    pod_name: Option<String>,
     /// Secret in which certificates are kept.
     #[arg(long, value_name = "NAME", default_value = "deltapath-snapshot-metadata-tls")]
     certificate_secret: String,

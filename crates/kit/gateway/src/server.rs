@@ -18,7 +18,7 @@ use metrics::gauge;
 use serve::certificate::Certificate;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Connection, Limits};
-use serve::program::{self, Stop};
+use serve::program::{self, Stop, host_name};
 use serve::reviews::Reviews;
 use serve::streams::Streams;
 use tokio::task::JoinSet;
@@ -232,7 +232,7 @@ fn manage_certificates(
         },
     };
     tasks.spawn(certificates.clone().follow(shown.clone()));
-    let lease =
-        Lease::new(client.clone(), &namespace, &arguments.lease, &arguments.pod_name, Times::default());
+    let name = arguments.pod_name.clone().unwrap_or_else(host_name);
+    let lease = Lease::new(client.clone(), &namespace, &arguments.lease, &name, Times::default());
     tasks.spawn(async move { lease.lead(|| certificates.manage()).await });
 }

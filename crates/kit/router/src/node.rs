@@ -235,7 +235,7 @@ impl Node {
     pub fn away(&self, error: &(dyn std::error::Error + 'static)) -> Status {
         self.suspect.notify_one();
         let why = base::report(error);
-        tracing::warn!(node = self.name, key = %self.key, address = &*self.address, error = why, "a node is away");
+        tracing::warn!(node = self.name, key = %self.key, address = &*self.address, error = why, "a node is unreachable");
         self.unavailable("its connection broke")
     }
 

@@ -32,7 +32,7 @@ pub fn another(kind: &str, there: &DynamicObject) -> Error {
     match is_managed(there) {
         true => Error::AnotherRun { what },
         false => refused!(
-            "{what} is there already, and {}. A backup of this claim needs the name: delete that object if nobody needs it",
+            "{what} is there already, and {}. A backup of this claim needs the name: delete that object if it is not needed",
             not_of_a_run()
         ),
     }

@@ -108,7 +108,7 @@ async fn identify(
             &Refusal::new(
                 StatusCode::UNAUTHORIZED,
                 "Unauthorized",
-                "Unauthorized: ask by way of kube-apiserver, which says who you are",
+                "Unauthorized: ask through kube-apiserver, which says who you are",
             ),
         ),
     }

@@ -33,7 +33,7 @@ def ranges(call, request):
             retries -= 1
             if error.code() not in RETRY or retries < 0:
                 raise
-            print(f"{error.code().name}: going on at byte {request.starting_offset}")
+            print(f"{error.code().name}: continues at byte {request.starting_offset}")
 
 
 def create(name, **source):

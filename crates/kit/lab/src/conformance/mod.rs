@@ -369,7 +369,7 @@ async fn ask(
 
 async fn connect(endpoint: &Endpoint) -> Result<Client, String> {
     let connected = Client::connect(endpoint.path(), Duration::from_secs(5)).await;
-    connected.map_err(|error| format!("nobody answers at {endpoint}: {}", base::report(&error)))
+    connected.map_err(|error| format!("no answer at {endpoint}: {}", base::report(&error)))
 }
 
 /// Counts SIGINT, SIGTERM and SIGHUP.

@@ -212,7 +212,7 @@ impl<'c, S: Subject> Run<'c, S> {
             return None;
         }
         if let Some(since) = &self.gone_since {
-            return Some(Err(Wrong::new(format!("not run: nobody has answered since {since}"))));
+            return Some(Err(Wrong::new(format!("not run: no answer since {since}"))));
         }
         self.cases[at].needs.iter().find_map(|need| match self.state(*need) {
             Some(State::Failed(why)) => Some(unprepared(why.clone())),

@@ -177,7 +177,7 @@ pub(super) async fn while_read(fixtures: &Fixtures) -> Judged {
         rounds += 1;
         let read = tokio::time::timeout(Duration::from_millis(1), &mut reading).await;
         if let Ok(read) = read {
-            read.map_err(|wrong| wrong.at(&format!("the restored volume, read beside {rounds} streams")))?;
+            read.map_err(|wrong| wrong.at(&format!("the restored volume, read during {rounds} streams")))?;
             return Ok(Verdict::Pass);
         }
     }

@@ -174,7 +174,7 @@ impl Reader {
             return Ok(None);
         }
         if self.buffer[0] != 0 {
-            return Err(Status::internal("its answer is compressed, though nobody asked for that"));
+            return Err(Status::internal("its answer is compressed, and the client did not ask for that"));
         }
         let length = (&self.buffer[1..PREFIX]).get_u32() as usize;
         if self.buffer.len() < PREFIX + length {

@@ -93,10 +93,10 @@ fn the_first_delta_in_go_is_as_its_page_says() {
     let tuples = "--tuples-per-message 100";
     assert!(script.contains(tuples), "{script}");
     let cut = script.replace(tuples, &format!("{tuples} --fault cut:after=1,first=1"));
-    prints(&cut, &format!("Unavailable: going on at byte 6692864\n{printed}"));
+    prints(&cut, &format!("Unavailable: continues at byte 6692864\n{printed}"));
 }
 
-/// The page shows lines of the client as they are.
+/// The page shows lines of the client as they are, and says how many there are.
 #[test]
 fn the_page_of_the_first_delta_shows_the_client() {
     let page = pages::read("docs/tutorial-first-delta.md");
@@ -106,4 +106,7 @@ fn the_page_of_the_first_delta_shows_the_client() {
     for excerpt in excerpts {
         assert!(client.contains(excerpt), "not in the client:\n{excerpt}");
     }
+    let in_go = pages::read("crates/kit/lab/examples/go/first_delta/main.go");
+    let counts = format!("{} lines of Python, or {} of Go", client.lines().count(), in_go.lines().count());
+    assert!(page.contains(&counts), "the page does not say {counts:?}");
 }

@@ -42,7 +42,7 @@ fn what_cannot_run_as_root_says_so_and_exits_with_2() {
         (&["--target-dir", deep], "--target-dir"),
         (&["--secrets", "/no/such/file"], "/no/such/file"),
         (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
-        (&[], "nobody answers"),
+        (&[], "no answer at"),
     ]);
 }
 

@@ -81,7 +81,7 @@ impl Router {
         } else {
             tracing::warn!(
                 name,
-                "more than {MOST} volumes were made while nodes are away: a second volume of this name will not be searched for"
+                "more than {MOST} volumes were made while nodes were unreachable: a second volume of this name will not be searched for"
             );
         }
     }

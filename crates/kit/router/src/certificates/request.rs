@@ -121,7 +121,7 @@ async fn ask(client: &Client, cluster: &str, key: DataDirKey) -> Result<(String,
             tokio::time::sleep(EVERY / 2).await;
         }
     };
-    let late = |_| Err(format!("nobody answers {name}: does deltapath-router certificates run?"));
+    let late = |_| Err(format!("no answer to {name}: does deltapath-router certificates run?"));
     tokio::time::timeout(ANSWERED_IN, answered).await.unwrap_or_else(late)
 }
 

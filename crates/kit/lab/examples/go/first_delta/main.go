@@ -3,13 +3,16 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"log"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
@@ -18,44 +21,46 @@ import (
 	"google.golang.org/grpc/status"
 )
 
+var retry = []codes.Code{codes.Unavailable, codes.Internal, codes.Aborted}
+
 type message interface {
 	GetBlockMetadataType() csi.BlockMetadataType
 	GetBlockMetadata() []*csi.BlockMetadata
 }
 
-// ranges hands each range to use. It returns nil only where the driver ended the answer with OK.
-func ranges[M message, S interface{ Recv() (M, error) }](call func(offset int64) (S, error), use func(offset, size int64) error) error {
-	offset, kind := int64(0), csi.BlockMetadataType_UNKNOWN
-	for retries := 5; ; retries-- {
-		stream, err := call(offset)
-		for err == nil {
-			var part M
-			if part, err = stream.Recv(); err != nil {
-				break
-			}
-			if kind == csi.BlockMetadataType_UNKNOWN {
-				kind = part.GetBlockMetadataType()
-			}
-			if part.GetBlockMetadataType() != kind || kind == csi.BlockMetadataType_UNKNOWN {
-				return fmt.Errorf("block_metadata_type %v", part.GetBlockMetadataType())
-			}
-			for _, found := range part.GetBlockMetadata() {
-				if err := use(found.ByteOffset, found.SizeBytes); err != nil {
-					return err
+// ranges yields each range. It ends without an error only where the driver ended the answer with OK.
+func ranges[M message, S interface{ Recv() (M, error) }](call func(offset int64) (S, error)) iter.Seq2[*csi.BlockMetadata, error] {
+	return func(yield func(*csi.BlockMetadata, error) bool) {
+		offset, kind := int64(0), csi.BlockMetadataType_UNKNOWN
+		for retries := 5; ; retries-- {
+			stream, err := call(offset)
+			for err == nil {
+				var part M
+				if part, err = stream.Recv(); err != nil {
+					break
 				}
-				// A cut answer continues at the byte after the last range.
-				offset = found.ByteOffset + found.SizeBytes
-				retries = 5
+				kind = cmp.Or(kind, part.GetBlockMetadataType())
+				if part.GetBlockMetadataType() != kind || kind == csi.BlockMetadataType_UNKNOWN {
+					err = fmt.Errorf("block_metadata_type %v", part.GetBlockMetadataType())
+					break
+				}
+				for _, found := range part.GetBlockMetadata() {
+					if !yield(found, nil) {
+						return
+					}
+					// A cut answer continues at the byte after the last range.
+					offset, retries = found.ByteOffset+found.SizeBytes, 5
+				}
 			}
-		}
-		code := status.Code(err)
-		switch {
-		case errors.Is(err, io.EOF):
-			return nil
-		case retries > 0 && (code == codes.Unavailable || code == codes.Internal || code == codes.Aborted):
-			fmt.Printf("%v: going on at byte %d\n", code, offset)
-		default:
-			return err
+			if errors.Is(err, io.EOF) {
+				return
+			}
+			code := status.Code(err)
+			if retries == 0 || !slices.Contains(retry, code) {
+				yield(nil, err)
+				return
+			}
+			fmt.Printf("%v: continues at byte %d\n", code, offset)
 		}
 	}
 }
@@ -81,41 +86,33 @@ func main() {
 			CapacityRange: &csi.CapacityRange{RequiredBytes: 64 << 20}, VolumeCapabilities: []*csi.VolumeCapability{block}})).Volume
 	}
 	disk := create("disk", nil).VolumeId
-	snapshot := func(name string) string {
+	take := func(name string) string {
 		return must(controller.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{SourceVolumeId: disk, Name: name})).Snapshot.SnapshotId
 	}
-	monday, tuesday := snapshot("monday"), snapshot("tuesday")
+	monday, tuesday := take("monday"), take("tuesday")
 	backup := must(os.Create(filepath.Join(directory, "backup.img")))
 
-	// restore makes a volume from a snapshot: it has the snapshot's bytes.
-	restore := func(id string) *os.File {
-		source := &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}
-		volume := create("of-"+id, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{Snapshot: source}})
+	// It copies what is listed of a snapshot, then compares all. The snapshot's bytes are those of a volume made from it.
+	backUp := func(id string, listed iter.Seq2[*csi.BlockMetadata, error]) {
+		snapshot := &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}
+		volume := create("of-"+id, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{Snapshot: snapshot}})
 		path := filepath.Join(directory, volume.VolumeId)
 		must(node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: volume.VolumeId, TargetPath: path, VolumeCapability: block}))
+		source, total := must(os.Open(path)), int64(0)
 		must(0, backup.Truncate(volume.CapacityBytes))
-		return must(os.Open(path))
-	}
-	backUp := func(id string, list func(use func(offset, size int64) error) error) {
-		source, total := restore(id), int64(0)
-		must(0, list(func(offset, size int64) error {
-			copied, err := io.Copy(io.NewOffsetWriter(backup, offset), io.NewSectionReader(source, offset, size))
-			total += copied
-			return err
-		}))
-		if !bytes.Equal(must(os.ReadFile(source.Name())), must(os.ReadFile(backup.Name()))) {
+		for found, err := range listed {
+			at := must(found, err).ByteOffset
+			total += must(io.Copy(io.NewOffsetWriter(backup, at), io.NewSectionReader(source, at, found.SizeBytes)))
+		}
+		if !bytes.Equal(must(os.ReadFile(path)), must(os.ReadFile(backup.Name()))) {
 			log.Fatalf("%s: the backup is DIFFERENT", id)
 		}
 		fmt.Printf("%s: %d bytes copied, the backup is the same\n", id, total)
 	}
-	backUp(monday, func(use func(offset, size int64) error) error {
-		return ranges(func(offset int64) (csi.SnapshotMetadata_GetMetadataAllocatedClient, error) {
-			return metadata.GetMetadataAllocated(ctx, &csi.GetMetadataAllocatedRequest{SnapshotId: monday, StartingOffset: offset})
-		}, use)
-	})
-	backUp(tuesday, func(use func(offset, size int64) error) error {
-		return ranges(func(offset int64) (csi.SnapshotMetadata_GetMetadataDeltaClient, error) {
-			return metadata.GetMetadataDelta(ctx, &csi.GetMetadataDeltaRequest{BaseSnapshotId: monday, TargetSnapshotId: tuesday, StartingOffset: offset})
-		}, use)
-	})
+	backUp(monday, ranges(func(offset int64) (csi.SnapshotMetadata_GetMetadataAllocatedClient, error) {
+		return metadata.GetMetadataAllocated(ctx, &csi.GetMetadataAllocatedRequest{SnapshotId: monday, StartingOffset: offset})
+	}))
+	backUp(tuesday, ranges(func(offset int64) (csi.SnapshotMetadata_GetMetadataDeltaClient, error) {
+		return metadata.GetMetadataDelta(ctx, &csi.GetMetadataDeltaRequest{BaseSnapshotId: monday, TargetSnapshotId: tuesday, StartingOffset: offset})
+	}))
 }
