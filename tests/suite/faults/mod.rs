@@ -24,8 +24,8 @@ use cbt::MapFile;
 use csi_client::BlockList;
 
 use crate::volume_health::{
-    StorageHealthErrorType as StorageTrouble, VolumeHealthErrorType as Trouble, health, is_unwell, storage,
-    storage_tells, tells, unwell,
+    StorageHealthErrorType as StorageTrouble, VolumeHealthErrorType as Trouble, health, is_reported,
+    is_unwell, storage, storage_tells, tells, unwell,
 };
 pub use testkit::places::{Ballast, DeadDevices, Disk, sync_fs};
 use testkit::prelude::*;

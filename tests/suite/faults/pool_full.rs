@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::{
-    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, is_unwell,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, is_reported,
     listed, probe, storage, storage_tells, until, unwell, verify,
 };
 use testkit::content::block_bytes;
@@ -88,7 +88,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
     probe(&rig).await.expect("a full pool is well: deletions still work");
     let short = ["the pool has ", "writes will fail"];
-    is_unwell(&rig, &volume, "PoolShortOfSpace", Trouble::Degraded, &short).await;
+    is_reported(&rig, &volume, "PoolShortOfSpace", Trouble::Degraded, &short).await;
     assert_eq!(unwell(&rig, 2).await.len(), 3, "all volumes share the pool");
     storage_tells(&storage(&rig).await, "PoolShortOfSpace", StorageTrouble::StorageDegraded);
     // Existing volumes can be used as before.
