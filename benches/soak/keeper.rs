@@ -160,13 +160,9 @@ pub async fn close(world: &World, rig: &mut Rig, volumes: &[Volume], fresh: &Sam
 }
 
 async fn snapshots(world: &World) -> Result<Vec<(String, String)>, Failed> {
-    let list = |mut client: csi_client::Client| async move {
-        let listed = client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
-        listed.map_err(|status| csi_client::Error { call: "ListSnapshots", status })
-    };
-    let listed = world.link.call("ListSnapshots", list).await?.into_inner();
-    let named = listed.entries.into_iter().filter_map(|entry| entry.snapshot);
-    Ok(named.map(|snapshot| (snapshot.snapshot_id, snapshot.source_volume_id)).collect())
+    let list = |mut client: csi_client::Client| async move { client.snapshots().await };
+    let listed = world.link.call("ListSnapshots", list).await?.into_iter();
+    Ok(listed.map(|snapshot| (snapshot.snapshot_id, snapshot.source_volume_id)).collect())
 }
 
 /// What an idle driver without any object should not have.

@@ -4,11 +4,10 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use csi_client::Client;
 use tokio::sync::watch;
-use tonic::Code;
 
 use crate::Failed;
+use testkit::prelude::*;
 
 /// How long a call may take.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -7,18 +7,16 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use csi_client::{Client, block_capability, mount_capability, new_volume};
 use proto::VolumeCapability;
 use tokio::sync::RwLock;
 
 use crate::{Failed, World, add};
-use testkit::{MIB, PoolKind};
+use testkit::prelude::*;
 
 /// What fio writes to a volume: a file, or the first bytes of a raw device. Behind it, raw devices are the
 /// backup's to write.
 pub const FIO_BYTES: u64 = 16 * MIB as u64;
 
-/// The number of volumes.
 const VOLUMES: usize = 16;
 
 /// What a volume is: every second one raw, the others with each filesystem in turn.
@@ -66,7 +64,6 @@ impl Volume {
     }
 }
 
-/// Makes and publishes the volumes.
 pub async fn make_volumes(world: &World) -> Result<&'static [Volume], Failed> {
     let mut volumes = Vec::new();
     for number in 0..VOLUMES {

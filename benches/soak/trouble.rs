@@ -3,15 +3,12 @@
 
 use std::time::Duration;
 
-use csi_client::{Client, block_capability, new_volume};
-use tonic::Code;
-
 use crate::backup::{delete_snapshot, snapshot};
 use crate::load::{Volume, create, publish, unpublish};
 use crate::{Failed, World, add, blocking};
-use testkit::PoolKind;
 use testkit::order::{WRITER_BYTES, Writers, image, violations};
 use testkit::places::{Ballast, DeadDevices};
+use testkit::prelude::*;
 
 /// Writers of the device whose order is watched, and the snapshots that they are kept at work for.
 const WRITERS: u64 = 2;

@@ -6,7 +6,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use base::ByteRange;
-use csi_client::{block_capability, from_snapshot, from_volume};
 use deltapath::sys::extents::Extents;
 use files::DataRanges;
 use proto::VolumeContentSource;
@@ -15,7 +14,7 @@ use crate::host;
 use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig, new_volume_from};
+use testkit::prelude::*;
 
 pub const GIB: u64 = 1 << 30;
 /// The number of pieces that 1 GiB of data is in, spread evenly.
@@ -136,20 +135,19 @@ fn middle(samples: &[Pair]) -> Pair {
 
 /// Writes 1 GiB in pieces of this length, spread evenly.
 pub fn fill(device: &Path, size: u64, length: u64, random: &mut Rng) {
-    let file = File::options().write(true).open(device).expect("open the device");
-    let mut piece = vec![0; length as usize];
     let pieces = GIB / length;
-    for number in 0..pieces {
-        random.fill(&mut piece);
-        file.write_all_at(&piece, number * (size / pieces)).expect("write");
-    }
-    file.sync_all().expect("flush");
+    host::write_pieces(device, pieces, length, size / pieces, random);
 }
 
 /// Changes 1 % of that at random places; returns them in order.
 pub fn change(device: &Path, size: u64, length: u64, random: &mut Rng) -> Vec<u64> {
+    change_part(device, size, length, 1, random)
+}
+
+/// The same with a number of percent.
+pub fn change_part(device: &Path, size: u64, length: u64, percent: u64, random: &mut Rng) -> Vec<u64> {
     let pieces = GIB / length;
-    let mut offsets: Vec<u64> = (0..CHANGED)
+    let mut offsets: Vec<u64> = (0..CHANGED * percent)
         .map(|_| random.u64(0..pieces) * (size / pieces) + random.u64(0..length / 4096) * 4096)
         .collect();
     host::write_blocks(device, random, &offsets);
@@ -172,9 +170,8 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         let bare = host::bare_copy(&rig, pool, &rig.volume_dir(&twin), Some(&twin_device));
         let (volume, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
         fill(&device, size, PIECE, &mut random);
-        let started = Instant::now();
-        let snapshot = rig.snapshot(&format!("first {number}"), &volume).await;
-        first.push((started.elapsed(), bare.took));
+        let (snapshot, took) = host::timed(rig.snapshot(&format!("first {number}"), &volume)).await;
+        first.push((took, bare.took));
         drop(bare);
         rig.delete(&twin).await;
         host::hashed(&rig, &snapshot).await;
@@ -191,9 +188,8 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         let mut changed = change(&device, size, PIECE, &mut random);
         let bare = host::bare_copy(&rig, pool, &rig.volume_dir(&volume), Some(&device)).took;
         changed.extend(change(&device, size, PIECE, &mut random));
-        let started = Instant::now();
-        let target = rig.snapshot(&format!("next {round}"), &volume).await;
-        next.push((started.elapsed(), bare));
+        let (target, took) = host::timed(rig.snapshot(&format!("next {round}"), &volume)).await;
+        next.push((took, bare));
         host::hashed(&rig, &target).await;
         let streamed = stream_delta(&mut rig, &base, &target).await;
         delta.warm.push((streamed.first, streamed.whole, walk(&rig, &[&base, &target])));

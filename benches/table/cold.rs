@@ -7,18 +7,16 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use csi_client::Client;
 use fastrand::Rng;
-use testkit::Rig;
 use testkit::bench::{median, ms};
+use testkit::prelude::*;
 
 use crate::host::Streamed;
-use crate::{Row, Table, host, ratio, spread};
+use crate::{Row, Table, changes, host, ratio, spread};
 
 const SIZE: u64 = 8 << 30;
 const SPARSE: u64 = 16 << 40;
 /// The data: 1 GiB, in pieces that are spread evenly.
-const PIECES: u64 = 1024;
 const PIECE: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
 const ROUNDS: usize = 3;
@@ -106,23 +104,14 @@ pub async fn run(table: &mut Table) {
 struct Volume {
     id: String,
     device: PathBuf,
-    /// From the start of a piece to that of the next.
-    apart: u64,
+    size: u64,
 }
 
 impl Volume {
     async fn make(rig: &mut Rig, name: &str, size: u64) -> Self {
         let (id, device) = rig.block_volume(name, size as i64).await;
-        let apart = size / PIECES;
-        let mut random = Rng::with_seed(3);
-        let file = File::options().write(true).open(&device).expect("open the device");
-        let mut piece = vec![0; PIECE as usize];
-        for number in 0..PIECES {
-            random.fill(&mut piece);
-            file.write_all_at(&piece, number * apart).expect("write");
-        }
-        file.sync_all().expect("flush");
-        Volume { id, device, apart }
+        changes::fill(&device, size, PIECE, &mut Rng::with_seed(3));
+        Volume { id, device, size }
     }
 
     async fn first_snapshot(&self, rig: &mut Rig) -> String {
@@ -142,12 +131,7 @@ impl Volume {
         let (mut at_once, mut unhashed) = (Samples::default(), Samples::default());
         let mut random = Rng::with_seed(percent);
         for round in 0..ROUNDS {
-            let mut offsets: Vec<u64> = (0..PIECES * PIECE / BLOCK / 100 * percent)
-                .map(|_| random.u64(0..PIECES) * self.apart + random.u64(0..PIECE / BLOCK) * BLOCK)
-                .collect();
-            host::write_blocks(&self.device, &mut random, &offsets);
-            offsets.sort_unstable();
-            offsets.dedup();
+            let offsets = changes::change_part(&self.device, self.size, PIECE, percent, &mut random);
             host::drop_caches();
             let target = rig.snapshot(&format!("{percent} {round} of {}", self.id), &self.id).await;
             let Streamed { first, whole, .. } = delta(&mut rig.client, base, &target, offsets.len()).await;

@@ -2,10 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use csi_client::Client;
 use fastrand::Rng;
-use testkit::Rig;
 use testkit::bench::{median, ms};
+use testkit::prelude::*;
 
 use crate::{Row, Table, host, ratio, spread};
 

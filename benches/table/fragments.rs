@@ -4,7 +4,6 @@ use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use csi_client::{block_capability, from_snapshot};
 use deltapath::sys::blockdev;
 use deltapath::sys::btrfs::{self, WrittenSince};
 use deltapath::sys::extents::Extents;
@@ -14,7 +13,7 @@ use crate::host;
 use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig, new_volume_from};
+use testkit::prelude::*;
 
 const SIZE: u64 = 4 << 30;
 const WRITES: usize = 200_000;
@@ -40,25 +39,16 @@ pub async fn run(table: &mut Table) {
         bares.push(took);
         since = birth;
         host::write_blocks(&device, &mut random, &offsets);
-        let started = Instant::now();
-        let target = rig.snapshot(&format!("target {round}"), &ours).await;
-        snapshots.push(started.elapsed());
+        let (target, took) = host::timed(rig.snapshot(&format!("target {round}"), &ours)).await;
+        snapshots.push(took);
         host::hashed(&rig, &target).await;
-        let started = Instant::now();
-        let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-        deltas.push((started.elapsed(), list.bytes() / 4096));
+        let (list, took) = host::timed(rig.client.delta(&base, &target, 0, 0)).await;
+        deltas.push((took, list.expect("delta").bytes() / 4096));
         let copy = host::bare_copy(&rig, PoolKind::Btrfs, &rig.snapshot_dir(&target), None);
         bare_restores.push(copy.took);
         copies.push(copy);
-        let request = new_volume_from(
-            &format!("restore {round}"),
-            SIZE as i64,
-            block_capability(),
-            from_snapshot(&target),
-        );
-        let started = Instant::now();
-        rig.client.create_volume(request).await.expect("CreateVolume");
-        restores.push(started.elapsed());
+        let (name, source) = (format!("restore {round}"), from_snapshot(&target));
+        restores.push(host::timed(rig.made_from(&name, SIZE as i64, block_capability(), source)).await.1);
         base = target;
     }
     let path = rig.snapshot_dir(&base).data();

@@ -109,7 +109,6 @@ pub fn is_hashed(rig: &Rig, id: &str) -> bool {
     MapFile::open(&dir.pending()).and_then(|map| map.count()).expect("pending") == 0 && is_compared()
 }
 
-/// Waits until a snapshot is hashed.
 pub async fn hashed(rig: &Rig, id: &str) {
     let deadline = Instant::now() + Duration::from_secs(600);
     while !is_hashed(rig, id) {
@@ -236,6 +235,24 @@ pub async fn idle(rig: &Rig, pool: PoolKind) {
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+}
+
+/// Writes this number of random pieces of a length, each so far from the next, and flushes them.
+pub fn write_pieces(device: &Path, count: u64, length: u64, apart: u64, random: &mut Rng) {
+    let file = File::options().write(true).open(device).expect("open the device");
+    let mut piece = vec![0; length as usize];
+    for number in 0..count {
+        random.fill(&mut piece);
+        file.write_all_at(&piece, number * apart).expect("write");
+    }
+    file.sync_all().expect("flush");
+}
+
+/// What a call answers, and how long that takes.
+pub async fn timed<T>(call: impl Future<Output = T>) -> (T, Duration) {
+    let started = Instant::now();
+    let answer = call.await;
+    (answer, started.elapsed())
 }
 
 /// Fills a device with random pieces of 1 MiB, and flushes it: how long that takes.

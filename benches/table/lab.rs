@@ -2,17 +2,17 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use csi_client::{block_capability, from_snapshot, from_volume};
 use proto::GetCapacityRequest;
 use serde_json::Value;
 
 use crate::changes::{change, fill};
-use crate::{Row, Table, host, ratio, spread};
+use crate::host::{self, timed};
+use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig, new_volume_from};
+use testkit::prelude::*;
 
 const ROUNDS: usize = 5;
 /// As `cbt-lab bench` writes its data.
@@ -124,12 +124,6 @@ async fn by_own_client(rig: &mut Rig, size: u64, round: usize) -> Times {
         rig.client.delete_volume(copy).await.expect("DeleteVolume");
     }
     [first, allocated, next, delta, made[0], made[1], without, gone]
-}
-
-async fn timed<T>(call: impl Future<Output = T>) -> (T, Duration) {
-    let started = Instant::now();
-    let answer = call.await;
-    (answer, started.elapsed())
 }
 
 /// Of one run, which must find every answer right.

@@ -18,7 +18,6 @@ const ROUNDS: usize = 5;
 /// How long freed space may take to come back to the host.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// What one pool costs.
 struct Figures {
     sequential: Vec<f64>,
     before: Vec<f64>,
@@ -93,13 +92,12 @@ async fn measure(pool: PoolKind) -> Figures {
     let mut taken = vec![base.clone()];
     for round in 0..ROUNDS {
         after.push(write(&mut random));
-        let started = Instant::now();
-        let target = rig.snapshot(&format!("target {round}"), &volume).await;
-        snapshot.push(started.elapsed());
+        let (target, took) = host::timed(rig.snapshot(&format!("target {round}"), &volume)).await;
+        snapshot.push(took);
         host::hashed(&rig, &target).await;
-        let started = Instant::now();
-        rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-        delta.push(started.elapsed());
+        let (list, took) = host::timed(rig.client.delta(&base, &target, 0, 0)).await;
+        list.expect("delta");
+        delta.push(took);
         taken.push(target.clone());
         base = target;
     }

@@ -5,11 +5,10 @@ use std::time::{Duration, Instant};
 
 use base::BlockRange;
 use cbt::{MapFile, Relation};
-use csi_client::{Client, block_capability, new_volume};
 use fastrand::Rng;
 use proto::{GetCapacityRequest, ListSnapshotsRequest, ProbeRequest};
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
+use testkit::prelude::*;
 
 use crate::{Row, Table, host, ratio, spread};
 
@@ -154,8 +153,7 @@ async fn crowd(pool: PoolKind, volumes: usize) -> Crowd {
     let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi"], "warn").await;
     let mut ids = Vec::new();
     for number in 0..volumes {
-        let request = new_volume(&format!("volume {number}"), 1 << 30, block_capability());
-        ids.push(rig.client.create_volume(request).await.expect("CreateVolume").volume_id);
+        ids.push(rig.volume(&format!("volume {number}"), 1 << 30, block_capability()).await);
     }
     for round in 0..EACH {
         for id in &ids {
@@ -181,9 +179,7 @@ async fn crowd(pool: PoolKind, volumes: usize) -> Crowd {
         capacity.push(started.elapsed());
     }
     for id in ids.iter().step_by(volumes / (WARM_UP + CALLS).min(volumes)).take(WARM_UP + CALLS) {
-        let started = Instant::now();
-        rig.snapshot(&format!("{id} {EACH}"), id).await;
-        create.push(started.elapsed());
+        create.push(host::timed(rig.snapshot(&format!("{id} {EACH}"), id)).await.1);
     }
     rig.finish();
     let [create, page, capacity] = [create, page, capacity].map(|times| times[WARM_UP..].to_vec());

@@ -96,15 +96,8 @@ pub async fn plain_copies(table: &mut Table) {
     const BYTES: u64 = 2 << 30;
     let mut rig = Rig::start_with(PoolKind::Dir, &["--retain-deleted", "0"], "warn").await;
     let (volume, device) = rig.block_volume("volume", (BYTES * 4) as i64).await;
-    let file = File::options().write(true).open(&device).expect("open the device");
-    let mut piece = vec![0; 4 << 20];
-    let mut random = Rng::with_seed(5);
-    for number in 0..BYTES / piece.len() as u64 {
-        random.fill(&mut piece);
-        file.write_all_at(&piece, number * 4 * piece.len() as u64).expect("write");
-    }
-    file.sync_all().expect("flush");
-    drop(file);
+    const PIECE: u64 = 4 << 20;
+    host::write_pieces(&device, BYTES / PIECE, PIECE, 4 * PIECE, &mut Rng::with_seed(5));
     let source = rig.volume_dir(&volume).data();
     let scratch = rig.pool_dir().join("staging/bench.img");
     let (mut ours, mut bare) = (Vec::new(), Vec::new());
@@ -172,9 +165,7 @@ pub async fn many_snapshots(table: &mut Table) {
         host::hashed(&rig, &snapshots[number]).await;
         rig.detach(&volume).await;
     }
-    let status = rig.terminate();
-    assert!(status.success(), "the driver ended with {status}");
-    rig.start_again().await;
+    rig.restart().await;
     for id in &snapshots {
         multiply(&rig.snapshot_dir(id), id, EACH);
     }

@@ -5,15 +5,14 @@ use std::process::Command;
 use std::time::Duration;
 
 use base::BlockRange;
-use csi_client::Client;
 use futures_util::{StreamExt, stream};
 use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
 use testkit::plugin::{self, Asked, Metadata};
+use testkit::prelude::*;
 
 use crate::host;
 use crate::{Row, Table, spread};
 use testkit::bench::{Process, median};
-use testkit::{PoolKind, Rig};
 
 /// With this argument the bench is the bare server.
 pub const BARE: &str = "--bare-stream";

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use base::ByteRange;
 use testkit::bench::{median, write_direct};
-use testkit::{PoolKind, Rig, requests};
+use testkit::{PoolKind, Rig};
 
 use crate::load::{EACH_SYNCED, RANDOM, ROUNDS, WRITTEN, gigabytes, mebibytes, per_second, read_pieces};
 use crate::work::{Load, Work};
@@ -68,7 +68,8 @@ async fn of_pool(table: &mut Table, pool: PoolKind) {
         let (mut with, mut without) = (vec![], vec![]);
         for turn in 0..ROUNDS * 2 {
             let is_with = (turn + turn / 2) % 2 == 0;
-            modify(&mut rig, &id, case.name, if is_with { case.value } else { case.default }).await;
+            let value = if is_with { case.value } else { case.default };
+            rig.modify(&id, &[(case.name, value)]).await.expect("ControllerModifyVolume");
             if is_with { &mut with } else { &mut without }.push(case.measure(&device));
         }
         table.add(Row {
@@ -84,12 +85,7 @@ async fn of_pool(table: &mut Table, pool: PoolKind) {
             must: "",
             holds: true,
         });
-        modify(&mut rig, &id, case.name, case.default).await;
+        rig.modify(&id, &[(case.name, case.default)]).await.expect("ControllerModifyVolume");
     }
     rig.detach_and_finish(&id).await;
-}
-
-async fn modify(rig: &mut Rig, id: &str, name: &str, value: &str) {
-    let request = requests::modify(id, &[(name, value)]);
-    rig.client.controller.controller_modify_volume(request).await.expect("ControllerModifyVolume");
 }

@@ -4,13 +4,11 @@
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume, stage_of};
 use proto::VolumeCapability;
-use tonic::Code;
 
 use crate::volume_health::node_health;
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, requests};
+use testkit::leftovers;
+use testkit::prelude::*;
 
 /// Copies a device as a backup tool restores it.
 fn copy(from: &Path, to: &Path) {
@@ -24,11 +22,6 @@ async fn confirmed(rig: &mut Rig, volume: &str, capability: VolumeCapability) ->
     let request = requests::validate(volume, vec![capability]);
     let answer = rig.client.controller.validate_volume_capabilities(request).await.expect("validate");
     answer.into_inner().confirmed.is_some()
-}
-
-async fn usage(rig: &Rig, volume: &str, target: &Path) -> Vec<proto::VolumeUsage> {
-    let request = requests::stats(volume, target);
-    rig.client.node.clone().node_get_volume_stats(request).await.expect("stats").into_inner().usage
 }
 
 async fn stage(rig: &Rig, volume: &str, path: &Path, capability: VolumeCapability) -> Result<(), Code> {
@@ -60,7 +53,7 @@ async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
     let target = rig.publish(&restored, files.clone()).await;
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     assert_eq!(node_health(&rig, &restored).await, []);
-    let bytes = &usage(&rig, &restored, &target).await[0];
+    let bytes = &rig.stats(&restored, &target).await.expect("stats")[0];
     assert!(bytes.total <= 300 * MIB && bytes.total > 100 * MIB, "of the filesystem: {bytes:?}");
     std::fs::write(target.join("file"), "changed").expect("write");
     let before = rig.snapshot("mounted", &restored).await;
@@ -70,14 +63,13 @@ async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
 
     let device = rig.attach(&restored).await;
     assert!(std::fs::metadata(&device).expect("stat").file_type().is_block_device());
-    assert_eq!(usage(&rig, &restored, &device).await[0].total, 400 * MIB);
+    assert_eq!(rig.stats(&restored, &device).await.expect("stats")[0].total, 400 * MIB);
     let expanded = rig.client.expand_volume(&restored, 420 * MIB).await.expect("expand");
     assert!(!expanded.node_expansion_required, "it is staged as a device");
     let mut content = Content::default();
     content.write(&device, 420 * 256 - 1, 1, 7);
     let after = rig.snapshot("as a device", &restored).await;
-    let delta = rig.client.delta(&before, &after, 0, 0).await.expect("delta");
-    assert!(testkit::content::blocks_of(&delta, 4096).contains(&(420 * 256 - 1)));
+    assert!(rig.changed(&before, &after).await.contains(&(420 * 256 - 1)));
     rig.detach(&restored).await;
 
     // A volume that was made for a filesystem, restored in place.
@@ -103,8 +95,7 @@ async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_fo
     let again = rig.client.create_volume(new_volume("empty", 16 * MIB, mount_capability("ext4"))).await;
     assert_eq!(code(again), Code::AlreadyExists, "the record says what was asked for");
     let small = rig.try_publish(&volume, mount_capability("xfs")).await;
-    let small = small.expect_err("16 MiB are too few for xfs");
-    assert!(small.code() == Code::FailedPrecondition && small.to_string().contains("300Mi"), "{small}");
+    is_refused(small, Code::FailedPrecondition, &["300Mi"]);
     let target = rig.publish(&volume, mount_capability("")).await;
     let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
     assert_eq!(mounted.fs_type, "ext4");
@@ -112,8 +103,7 @@ async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_fo
     assert!(confirmed(&mut rig, &volume, mount_capability("ext4")).await);
     assert!(!confirmed(&mut rig, &volume, mount_capability("btrfs")).await);
     let other = rig.try_publish(&volume, mount_capability("btrfs")).await;
-    let other = other.expect_err("it holds ext4");
-    assert!(other.code() == Code::FailedPrecondition && other.to_string().contains("holds ext4"), "{other}");
+    is_refused(other, Code::FailedPrecondition, &["holds ext4"]);
     rig.detach(&volume).await;
 
     // A Block volume with a filesystem of its user's choice, mounted by a claim that names none.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use tokio::process::Command;
 
@@ -260,8 +260,7 @@ async fn a_signal_at_any_time_leaves_nothing(rig: Rig<Xfs>) {
         let running = bench(&rig.socket(), &dirs).spawn().expect("spawn");
         eventually(sign, async || rig.log()[before..].contains(sign)).await;
         tokio::time::sleep(Duration::from_millis(millis)).await;
-        let pid = running.id().expect("it runs");
-        kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");
+        testkit::signal(running.id().expect("it runs"), signal);
         let output = running.wait_with_output().await.expect("wait");
         assert_eq!(output.status.code(), Some(130), "{signal} at {sign}: {}", said(&output));
         let result: Value = serde_json::from_slice(&output.stdout).expect("a result");

@@ -5,17 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use csi_client::Client;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
-use tonic::Code;
 
 use crate::hostile::allowed;
 use crate::model::calls::{Call, Name, NameSet};
 use crate::model::names::{Asked, Names};
 use crate::model::strategies::call;
 use crate::model::wire::{Answer, make};
-use testkit::{PoolKind, Rig, names, requests, state_of};
+use testkit::prelude::*;
 
 const CLIENTS: u8 = 32;
 /// So few names that two snapshots often have the same volume.

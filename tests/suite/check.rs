@@ -6,14 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use csi_client::mount_capability;
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use serde_json::Value;
 
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, names};
+use testkit::prelude::*;
 
-/// The result of one run.
 struct Checked {
     exit: i32,
     /// Severity, path, whether it was repaired.
@@ -70,167 +67,145 @@ impl Scene {
         scene
     }
 
+    fn is_killed(&mut self) {
+        self.rig.kill();
+        // A comparison that the kill interrupted may leave its file.
+        assert_eq!(check(&self.rig.data_dir(), &["--repair"]).exit, 0);
+    }
+
     fn pool(&self) -> PathBuf {
         self.rig.pool_dir().canonicalize().expect("the pool is there")
     }
 
     fn is_well(&self, when: &str) {
-        let checked = check(&self.rig.data_dir(), &[]);
-        assert_eq!((checked.exit, checked.found), (0, vec![]), "{when}\n{}", self.rig.log());
+        is_well(&self.rig, when);
     }
 }
 
-/// A change to the directory, the finding that it must cause, and whether `--repair` undoes it.
-struct Case {
-    name: &'static str,
-    path: PathBuf,
-    severity: &'static str,
-    repaired: bool,
-    undo: Box<dyn FnOnce()>,
+fn is_well(rig: &Rig, when: &str) {
+    let checked = check(&rig.data_dir(), &[]);
+    assert_eq!((checked.exit, checked.found), (0, vec![]), "{when}\n{}", rig.log());
 }
 
-fn case(name: &'static str, severity: &'static str, path: PathBuf) -> Case {
-    Case { name, path, severity, repaired: severity == "leftover", undo: Box::new(|| ()) }
+/// What is done to the directory.
+enum Change {
+    /// A file is put there.
+    Stray,
+    /// What a call that was cut has left: a directory with a directory and a file.
+    HalfMade(&'static str, &'static str),
+    /// A file is cut in half, gets another first bit, or is removed.
+    Cut(PathBuf),
+    Flip(PathBuf),
+    Remove(PathBuf),
+    /// A file of 16 MiB is made longer.
+    Grow,
+    /// A device is attached to the file.
+    Attach(Access),
 }
 
-/// Breaks a file, and restores it afterwards.
-fn broken(name: &'static str, path: PathBuf, break_it: impl FnOnce(&Path)) -> Case {
-    let aside = tempfile::Builder::new().prefix("deltapath-test-").tempfile().expect("temp file");
-    let aside = aside.into_temp_path().keep().expect("it stays until it is put back");
-    fs::copy(&path, &aside).expect("keep a copy");
-    break_it(&path);
-    let undo = {
-        let path = path.clone();
-        Box::new(move || {
-            fs::copy(&aside, &path).expect("put it back");
-            fs::remove_file(&aside).expect("remove the copy");
-        })
+use Change::{Attach, Cut, Flip, Grow, HalfMade, Remove, Stray};
+
+/// Makes a change; returns what it is reported with, and what undoes it.
+fn make(change: &Change, path: &Path) -> (PathBuf, Box<dyn FnOnce()>) {
+    let set_length = |file: &Path, length: u64| {
+        fs::File::options()
+            .write(true)
+            .open(file)
+            .and_then(|file| file.set_len(length))
+            .expect("set the length");
     };
-    Case { undo, ..case(name, "damage", path) }
+    let undo: Box<dyn FnOnce()> = match change {
+        Stray => {
+            fs::write(path, "stray").expect("write");
+            let path = path.to_owned();
+            // A leftover is gone by then.
+            Box::new(move || _ = fs::remove_file(path))
+        }
+        HalfMade(inner, file) => {
+            fs::create_dir_all(path.join(inner)).expect("mkdir");
+            fs::write(path.join(file), "").expect("write");
+            Box::new(|| ())
+        }
+        Cut(file) | Flip(file) | Remove(file) => {
+            let (file, mut bytes) = (file.clone(), fs::read(file).expect("read"));
+            let sound = bytes.clone();
+            match change {
+                Cut(_) => set_length(&file, bytes.len() as u64 / 2),
+                Remove(_) => fs::remove_file(&file).expect("remove"),
+                _ => {
+                    bytes[0] ^= 1;
+                    fs::write(&file, bytes).expect("write");
+                }
+            }
+            Box::new(move || fs::write(file, sound).expect("put it back"))
+        }
+        Grow => {
+            set_length(path, 32 * MIB as u64);
+            let path = path.to_owned();
+            Box::new(move || set_length(&path, 16 * MIB as u64))
+        }
+        Attach(access) => {
+            let device = LoopDevice::attach(path, *access).expect("attach");
+            let is_leftover = matches!(access, Access::ReadWrite);
+            return (
+                device.path(),
+                Box::new(move || assert!(is_leftover || device.detach().expect("detach"))),
+            );
+        }
+    };
+    (path.to_owned(), undo)
 }
 
-fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
+/// The changes, each with its name, the finding that it must cause, and the path that is reported: that of the object where
+/// its record or a map of it is broken.
+fn changes(scene: &Scene) -> Vec<(&'static str, &'static str, PathBuf, Change)> {
     let pool = scene.pool();
     let data_dir = scene.rig.data_dir().canonicalize().expect("the data dir is there");
     let volume = pool.join("volumes").join(&scene.idle);
-    let used = pool.join("volumes").join(&scene.used);
+    let state = pool.join("volumes").join(&scene.used).join("state.json");
     let snapshot = pool.join("snapshots").join(&scene.snapshot);
     let group = pool.join("groups").join(&scene.group);
     let retained = pool.join("snapshots").join(&scene.retained);
-    let cut = |path: &Path| {
-        let file = fs::File::options().write(true).open(path).expect("open");
-        file.set_len(file.metadata().expect("stat").len() / 2).expect("cut");
-    };
-    let flip = |path: &Path| {
-        let mut bytes = fs::read(path).expect("read");
-        bytes[0] ^= 1;
-        fs::write(path, bytes).expect("write");
-    };
-    let stray = |name, severity, path: PathBuf| {
-        let made = move || {
-            fs::write(&path, "stray").expect("write");
-            let mut case = case(name, severity, path.clone());
-            if severity == "stranger" {
-                let path = path.clone();
-                case.undo = Box::new(move || fs::remove_file(path).expect("remove"));
-            }
-            case
-        };
-        Box::new(made) as Box<dyn Fn() -> Case>
-    };
-    // If the record is broken, the finding names the object's directory.
-    let record = |name, dir: PathBuf| {
-        let made = move || Case { path: dir.clone(), ..broken(name, dir.join("record.json"), cut) };
-        Box::new(made) as Box<dyn Fn() -> Case>
-    };
-    let map = |name, dir: PathBuf, file: &'static str| {
-        let made = move || Case { path: dir.clone(), ..broken(name, dir.join(file), flip) };
-        Box::new(made) as Box<dyn Fn() -> Case>
-    };
-    let halved =
-        |name, path: PathBuf| Box::new(move || broken(name, path.clone(), cut)) as Box<dyn Fn() -> Case>;
-    // What a call that was cut has left: a directory with a directory and a file.
-    let half_made = |name, dir: PathBuf, inner: &'static str, file: &'static str| {
-        let made = move || {
-            fs::create_dir_all(dir.join(inner)).expect("mkdir");
-            fs::write(dir.join(file), "").expect("write");
-            case(name, "leftover", dir.clone())
-        };
-        Box::new(made) as Box<dyn Fn() -> Case>
-    };
+    let data = |dir: &Path| dir.join("bytes/data.img");
     vec![
-        record("volume-record", volume.clone()),
-        record("snapshot-record", snapshot.clone()),
-        record("retained-record", retained.clone()),
-        map("allocated", snapshot.clone(), "allocated.map"),
-        map("retained-changed", retained.clone(), "changed.map"),
-        halved("snapshot-data", snapshot.join("bytes/data.img")),
-        halved("volume-data", volume.join("bytes/data.img")),
-        halved("node", used.join("state.json")),
-        {
-            let hashes = snapshot.join("hashes");
-            let dir = snapshot.clone();
-            Box::new(move || Case {
-                path: dir.clone(),
-                ..broken("hashes", hashes.clone(), |path| fs::remove_file(path).expect("remove"))
-            })
-        },
-        stray("top", "stranger", data_dir.join("notes.txt")),
-        stray("manifest-draft", "leftover", data_dir.join("deltapath.json.new")),
-        stray("pool-stray", "stranger", pool.join("notes.txt")),
-        stray("volume-stray", "stranger", volume.join("notes.txt")),
-        stray("bytes-stray", "stranger", volume.join("bytes/other.img")),
-        stray("record-draft", "leftover", volume.join("record.json.new")),
-        stray("map-draft", "leftover", snapshot.join("changed.map.compared")),
-        stray("checked-map-draft", "leftover", snapshot.join("allocated.map.checked")),
-        stray("group-stray", "stranger", group.join("notes.txt")),
-        half_made("staging", pool.join("staging/volume-half-made"), "bytes", "bytes/data.img"),
-        half_made("empty-group", pool.join("groups/group-empty"), "members", "deleted.json"),
-        {
-            let data = volume.join("bytes/data.img");
-            Box::new(move || {
-                let file = fs::File::options().write(true).open(&data).expect("open");
-                file.set_len(32 * MIB as u64).expect("grow");
-                let undo = Box::new(move || file.set_len(16 * MIB as u64).expect("cut"));
-                Case { undo, ..case("long-volume", "note", data.clone()) }
-            })
-        },
-        {
-            let data = volume.join("bytes/data.img");
-            Box::new(move || {
-                let device = LoopDevice::attach(&data, Access::ReadWrite).expect("attach");
-                case("device", "leftover", device.path())
-            })
-        },
-        {
-            let data = snapshot.join("bytes/data.img");
-            Box::new(move || {
-                let device = LoopDevice::attach(&data, Access::ReadOnly).expect("attach");
-                let path = device.path();
-                let undo = Box::new(move || assert!(device.detach().expect("detach")));
-                Case { undo, ..case("snapshot-device", "stranger", path) }
-            })
-        },
+        ("volume-record", "damage", volume.clone(), Cut(volume.join("record.json"))),
+        ("snapshot-record", "damage", snapshot.clone(), Cut(snapshot.join("record.json"))),
+        ("retained-record", "damage", retained.clone(), Cut(retained.join("record.json"))),
+        ("allocated", "damage", snapshot.clone(), Flip(snapshot.join("allocated.map"))),
+        ("retained-changed", "damage", retained.clone(), Flip(retained.join("changed.map"))),
+        ("snapshot-data", "damage", data(&snapshot), Cut(data(&snapshot))),
+        ("volume-data", "damage", data(&volume), Cut(data(&volume))),
+        ("node", "damage", state.clone(), Cut(state)),
+        ("hashes", "damage", snapshot.clone(), Remove(snapshot.join("hashes"))),
+        ("top", "stranger", data_dir.join("notes.txt"), Stray),
+        ("manifest-draft", "leftover", data_dir.join("deltapath.json.new"), Stray),
+        ("pool-stray", "stranger", pool.join("notes.txt"), Stray),
+        ("volume-stray", "stranger", volume.join("notes.txt"), Stray),
+        ("bytes-stray", "stranger", volume.join("bytes/other.img"), Stray),
+        ("record-draft", "leftover", volume.join("record.json.new"), Stray),
+        ("map-draft", "leftover", snapshot.join("changed.map.compared"), Stray),
+        ("checked-map-draft", "leftover", snapshot.join("allocated.map.checked"), Stray),
+        ("group-stray", "stranger", group.join("notes.txt"), Stray),
+        ("staging", "leftover", pool.join("staging/volume-half-made"), HalfMade("bytes", "bytes/data.img")),
+        ("empty-group", "leftover", pool.join("groups/group-empty"), HalfMade("members", "deleted.json")),
+        ("long-volume", "note", data(&volume), Grow),
+        ("device", "leftover", data(&volume), Attach(Access::ReadWrite)),
+        ("snapshot-device", "stranger", data(&snapshot), Attach(Access::ReadOnly)),
     ]
 }
 
 #[apply(every_pool)]
 async fn what_is_wrong_is_reported_and_only_leftovers_go(pool: PoolKind) {
     let mut scene = Scene::set(pool).await;
-    let refused = Command::new(testkit::program("deltapath"))
-        .args(["check", "--repair", "--data-dir"])
-        .arg(scene.rig.data_dir())
-        .output()
-        .expect("run deltapath check");
-    assert_eq!(refused.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("stop it first"), "{refused:?}");
-    scene.rig.kill();
+    let mut repair = Command::new(testkit::program("deltapath"));
+    let said =
+        crate::startup::refused(repair.args(["check", "--repair", "--data-dir"]).arg(scene.rig.data_dir()));
+    assert!(said.contains("stop it first"), "{said}");
+    scene.is_killed();
     let data_dir = scene.rig.data_dir();
-    // A comparison that the kill interrupted may leave its file.
-    assert_eq!(check(&data_dir, &["--repair"]).exit, 0);
     scene.is_well("after a kill");
-    for make in cases(&scene) {
-        let Case { name, path, severity, repaired, undo } = make();
+    for (name, severity, path, change) in changes(&scene) {
+        let ((path, undo), repaired) = (make(&change, &path), severity == "leftover");
         let exit = match severity {
             "damage" => 1,
             "note" => 0,
@@ -266,8 +241,7 @@ async fn what_is_wrong_is_reported_and_only_leftovers_go(pool: PoolKind) {
 #[apply(device_test)]
 async fn an_unexplained_mount_is_unmounted() {
     let mut scene = Scene::set(PoolKind::Dir).await;
-    scene.rig.kill();
-    assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);
+    scene.is_killed();
     let data = scene.pool().join("volumes").join(&scene.idle).join("bytes/data.img");
     let before = fs::read(&data).expect("read");
     testkit::ok(Command::new("mkfs.ext4").args(["-q", "-b", "4096"]).arg(&data));
@@ -300,8 +274,7 @@ async fn an_unexplained_mount_is_unmounted() {
 async fn a_mount_of_a_part_of_a_volume_is_a_note(rig: Rig<Dir>, #[values("ext4", "btrfs")] fstype: &str) {
     let capability = || mount_capability(fstype);
     let (volume, target) = rig.published("volume", 256 * MIB, capability()).await;
-    let checked = check(&rig.data_dir(), &[]);
-    assert_eq!((checked.exit, checked.found), (0, vec![]), "{fstype}");
+    is_well(&rig, fstype);
     let (part, place) = (target.join("part"), rig.dir.path().join("part"));
     fs::create_dir(&part).expect("mkdir");
     fs::create_dir(&place).expect("mkdir");
@@ -322,8 +295,7 @@ async fn the_pool_is_left_as_it_was_found(pool: PoolKind) {
     rig.detach(&volume).await;
     assert!(rig.terminate().success());
     testkit::nothing_left(rig.dir.path());
-    let checked = check(&rig.data_dir(), &[]);
-    assert_eq!((checked.exit, checked.found), (0, vec![]), "{pool:?}");
+    is_well(&rig, "without a driver");
     testkit::nothing_left(rig.dir.path());
     assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
 }
@@ -332,8 +304,7 @@ async fn the_pool_is_left_as_it_was_found(pool: PoolKind) {
 #[apply(device_test)]
 async fn a_device_that_holds_the_last_copy_stays() {
     let mut scene = Scene::set(PoolKind::Dir).await;
-    scene.rig.kill();
-    assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);
+    scene.is_killed();
     let data = scene.pool().join("volumes").join(&scene.used).join("bytes/data.img");
     let device = LoopDevice::find(&data).expect("find").expect("it is in use");
     fs::remove_file(&data).expect("remove");

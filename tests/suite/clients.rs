@@ -7,14 +7,11 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, from_snapshot, mount_capability};
 use proto::volume_capability::access_mode::Mode;
-use tonic::Code;
 
 use crate::node::with_mode;
-use testkit::content::{Content, blocks_of};
 use testkit::mover::Image;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code};
+use testkit::prelude::*;
 
 /// No volume here is whole units of the mover.
 const ODD: i64 = 3 * BLOCK as i64;

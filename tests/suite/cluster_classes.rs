@@ -11,8 +11,7 @@ use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, strin
 
 #[test]
 fn the_gateway_tells_clients_where_its_service_is() {
-    let plugins = plugins();
-    for (source, objects, _) in plugins {
+    for (source, objects, _) in plugins() {
         let gateway = objects.iter().find(|found| {
             ["deltapath-gateway", "deltapath-controller"].contains(&found.name())
                 && pod_spec(&found.object).is_some()
@@ -55,8 +54,7 @@ fn parameters(found: &Found) -> HashMap<String, String> {
 
 #[test]
 fn classes_are_this_drivers_and_take_their_parameters() {
-    let plugins = plugins();
-    for (source, objects, _) in plugins {
+    for (source, objects, _) in plugins() {
         let mut defaults = 0;
         for found in objects {
             let who = format!("{source}: {} {}", found.kind(), found.name());

@@ -3,21 +3,18 @@
 
 use std::time::Duration;
 
-use csi_client::{BlockList, Client};
-use testkit::content::blocks_of;
+use csi_client::BlockList;
 use testkit::lab::Lab;
-use testkit::{MIB, PoolKind, Rig};
-use tonic::Code;
+use testkit::prelude::*;
 
-use crate::manifests::{containers, objects_of, pod_spec, strings};
+use crate::manifests::{container, objects_of, pod_spec, strings};
 
 /// Arguments of a container of the overlay's driver pod.
 fn arguments(name: &str) -> Vec<String> {
     let objects = objects_of("deploy/overlays/faults");
     let plugin = objects.iter().find(|found| found.is("StatefulSet", "deltapath-plugin")).expect("a driver");
     let pod = pod_spec(&plugin.object).expect("a pod");
-    let container = containers(pod).into_iter().find(|container| container["name"] == name);
-    let container = container.unwrap_or_else(|| panic!("no container {name}"));
+    let container = container(pod, name).unwrap_or_else(|| panic!("no container {name}"));
     strings(&container["args"]).into_iter().map(str::to_owned).collect()
 }
 
@@ -52,8 +49,7 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     is_whole(&rig.client.delta(&first, &second, 0, 1).await.expect("a delta"));
 
     between.put("cut:after=1,first=1").await;
-    let cut = rig.client.delta(&first, &second, 0, 1).await.expect_err("it is cut");
-    assert_eq!(cut.code(), Code::Unavailable, "{cut}");
+    assert_eq!(code(rig.client.delta(&first, &second, 0, 1).await), Code::Unavailable, "it is cut");
     is_whole(&rig.client.delta(&first, &second, 0, 1).await.expect("the next is whole"));
     between.put("lose-last").await;
     let lost = rig.client.delta(&first, &second, 0, 0).await.expect("a delta");
@@ -68,11 +64,10 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
         ..Default::default()
     };
     let refused = directly.clone().controller.create_snapshot(request.clone()).await;
-    assert_eq!(refused.expect_err("the driver has no such parameter").code(), Code::InvalidArgument);
+    assert_eq!(code(refused), Code::InvalidArgument, "the driver has no such parameter");
     let made = rig.client.controller.create_snapshot(request).await.expect("CreateSnapshot").into_inner();
     let marked = made.snapshot.expect("a snapshot").snapshot_id;
-    let refused = rig.client.delta(&second, &marked, 0, 0).await.expect_err("it is marked");
-    assert_eq!(refused.code(), Code::DataLoss);
+    assert_eq!(code(rig.client.delta(&second, &marked, 0, 0).await), Code::DataLoss, "it is marked");
     is_whole(&rig.client.delta(&first, &second, 0, 0).await.expect("a delta of others"));
 
     rig.delete(&volume).await;

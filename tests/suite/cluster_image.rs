@@ -5,18 +5,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use csi_client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
-use testkit::content::{Content, blocks_of};
-use testkit::{MIB, PoolKind, leftovers, new_volume_from, requests, signal, wait};
+use testkit::prelude::*;
+use testkit::{leftovers, signal, wait};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The unpacked image.
 fn rootfs() -> PathBuf {
     testkit::needs("the unpacked image");
     let path = repository().join(".deps/image/rootfs");

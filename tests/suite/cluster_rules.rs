@@ -5,7 +5,9 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::manifests::{DRIVER, Found, OVERLAYS, containers, list, objects, objects_of, pod_spec, strings};
+use crate::manifests::{
+    DRIVER, Found, OVERLAYS, container, containers, list, objects, objects_of, pod_spec, strings,
+};
 
 /// The flags of each sidecar that the manifests use, looked up in the sources of exactly this version: a newer
 /// version has to be looked up again.
@@ -113,7 +115,7 @@ fn the_controller_asks_a_router_that_finds_the_drivers() {
         assert_eq!(controller["spec"]["replicas"], 2, "{source}");
         let pod = pod_spec(controller).expect("a pod");
         let all = containers(pod);
-        let router = *all.iter().find(|container| name(container) == "router").expect("a router");
+        let router = container(pod, "router").expect("a router");
         let socket = flags(router)["endpoint"].strip_prefix("unix://").expect("a UNIX socket");
         let names: Vec<&str> = all.iter().map(|container| name(container)).collect();
         let sidecars =
@@ -138,8 +140,7 @@ fn the_controller_asks_a_router_that_finds_the_drivers() {
         assert_eq!(service["spec"]["clusterIP"], "None", "{source}");
         assert_eq!(service["spec"]["publishNotReadyAddresses"], true, "{source}");
         let plugin = of("DaemonSet", "deltapath-plugin");
-        let driver = containers(pod_spec(plugin).expect("a pod"));
-        let driver = *driver.iter().find(|container| name(container) == "deltapath").expect("a driver");
+        let driver = container(pod_spec(plugin).expect("a pod"), "deltapath").expect("a driver");
         let port = flags(driver)["router-listen"].rsplit(':').next().expect("a port");
         let served =
             list(&driver["ports"]).find(|port| port["name"] == "router").expect("a port of the router's");
@@ -153,9 +154,8 @@ fn the_controller_asks_a_router_that_finds_the_drivers() {
 
 #[test]
 fn every_flag_of_a_sidecar_is_one_of_its_version() {
-    let objects = objects();
     let mut used = BTreeSet::new();
-    for (found, pod) in pods(objects) {
+    for (found, pod) in pods(objects()) {
         for container in containers(pod) {
             let image = container["image"].as_str().expect("an image");
             let Some(sidecar) = image.strip_prefix("registry.k8s.io/sig-storage/") else { continue };
@@ -175,8 +175,7 @@ fn every_flag_of_a_sidecar_is_one_of_its_version() {
 
 #[test]
 fn every_socket_path_leads_to_the_drivers_socket() {
-    let plugins = plugins();
-    for (source, _, plugin) in plugins {
+    for (source, _, plugin) in plugins() {
         let pod = pod_spec(&plugin.object).expect("a pod");
         let volume_at = |container: &Value, path: &str| -> Option<String> {
             let mounts = list(&container["volumeMounts"]);
@@ -184,13 +183,12 @@ fn every_socket_path_leads_to_the_drivers_socket() {
             let mount = mounts.into_iter().find(|mount| mount["mountPath"] == dir)?;
             mount["name"].as_str().map(str::to_owned)
         };
-        let driver =
-            containers(pod).into_iter().find(|container| name(container) == "deltapath").expect("a driver");
+        let driver = container(pod, "deltapath").expect("a driver");
         let mut endpoint = flags(driver)["endpoint"].strip_prefix("unix://").expect("a UNIX socket");
         let volume = volume_at(driver, endpoint)
             .unwrap_or_else(|| panic!("{source}: nothing is mounted at {endpoint}"));
         // A go-between asks the driver, and all others ask the go-between.
-        if let Some(faults) = containers(pod).into_iter().find(|container| name(container) == "faults") {
+        if let Some(faults) = container(pod, "faults") {
             let at = |flag: &str| flags(faults)[flag].strip_prefix("unix://").expect("a UNIX socket");
             assert_eq!(at("upstream"), endpoint, "{source}");
             assert_ne!(at("listen"), endpoint, "{source}");
@@ -214,8 +212,7 @@ fn every_socket_path_leads_to_the_drivers_socket() {
         let volumes: Vec<&Value> = list(&pod["volumes"]).collect();
         let host = volumes.iter().find(|found| found["name"] == *volume).expect("the socket's volume");
         let host = host["hostPath"]["path"].as_str().expect("on the node, where kubelet is");
-        let registrar =
-            containers(pod).into_iter().find(|found| name(found) == "node-driver-registrar").expect("one");
+        let registrar = container(pod, "node-driver-registrar").expect("one");
         assert_eq!(flags(registrar)["kubelet-registration-path"], format!("{host}/{file}"), "{source}");
         assert_eq!(host, format!("/var/lib/kubelet/plugins/{DRIVER}"), "{source}");
     }
@@ -223,8 +220,7 @@ fn every_socket_path_leads_to_the_drivers_socket() {
 
 #[test]
 fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
-    let plugins = plugins();
-    for (source, _, plugin) in plugins {
+    for (source, _, plugin) in plugins() {
         let pod = pod_spec(&plugin.object).expect("a pod");
         let path_of: HashMap<&str, &str> = list(&pod["volumes"])
             .filter_map(|volume| Some((volume["name"].as_str()?, volume["hostPath"]["path"].as_str()?)))
@@ -266,9 +262,8 @@ fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
 
 #[test]
 fn every_image_is_pinned_and_of_one_version() {
-    let objects = objects();
     let mut versions: BTreeMap<&str, &str> = BTreeMap::new();
-    for (found, pod) in pods(objects) {
+    for (found, pod) in pods(objects()) {
         for container in containers(pod) {
             let image = container["image"].as_str().expect("an image");
             let (repository, tag) =
@@ -346,8 +341,7 @@ fn selectors_ports_and_probes_meet() {
 /// The ports that the flags name are the ports that are declared.
 #[test]
 fn ports_are_those_of_the_flags() {
-    let plugins = plugins();
-    for (source, _, plugin) in plugins {
+    for (source, _, plugin) in plugins() {
         for container in containers(pod_spec(&plugin.object).expect("a pod")) {
             let declared: BTreeSet<String> =
                 list(&container["ports"]).map(|port| port["containerPort"].to_string()).collect();

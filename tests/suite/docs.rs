@@ -8,10 +8,10 @@ use std::process::Command;
 use cbt::{MapFile, SegmentIndex};
 
 use crate::commands::PROGRAMS;
-use crate::faults::{compared, live, until};
-use testkit::content::{Content, open_device};
+use crate::faults::{compared, until};
+use testkit::files_below;
 use testkit::pages::{blocks, quoted, read, rows, section};
-use testkit::{BLOCK, PoolKind, Rig, files_below};
+use testkit::prelude::*;
 
 /// The pages that name commands, flags and make targets.
 const PAGES: [&str; 7] = [
@@ -255,17 +255,17 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     content.discard(&device, 0, 1);
     let second = rig.client.create_snapshot("2", &volume).await.expect("snapshot").snapshot_id;
     compared(&rig, &[&second]).await;
-    assert_eq!(members(&live(&rig, &second).allocated()), [1, 2, 4], "{pool:?}");
-    assert_eq!(members(&live(&rig, &second).changed()), [0, 2, 4], "{pool:?}");
+    assert_eq!(members(&rig.snapshot_dir(&second).allocated()), [1, 2, 4], "{pool:?}");
+    assert_eq!(members(&rig.snapshot_dir(&second).changed()), [0, 2, 4], "{pool:?}");
     content.write(&device, 5, 1, b'F');
     content.discard(&device, 4, 1);
     content.write(&device, 2, 1, b'C');
     let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
     compared(&rig, &[&third]).await;
-    assert_eq!(members(&live(&rig, &third).changed()), [2, 4, 5], "{pool:?}");
+    assert_eq!(members(&rig.snapshot_dir(&third).changed()), [2, 4, 5], "{pool:?}");
     assert_eq!(rig.changed(&first, &third).await, [0, 5], "{pool:?}");
 
-    let dir = live(&rig, &third);
+    let dir = rig.snapshot_dir(&third);
     let map = std::fs::read(dir.changed()).expect("read");
     let (rest, trailer) = map.split_at(map.len() - 108);
     let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
@@ -309,13 +309,10 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
 async fn the_certificates_of_the_router_page_are_believed() {
     use testkit::running::Running;
     let mut rig = Rig::start(PoolKind::Dir).await;
-    let manifest = std::fs::read(rig.data_dir().join("deltapath.json")).expect("read");
-    let manifest: serde_json::Value = serde_json::from_slice(&manifest).expect("JSON");
-    let key = manifest["key"].as_str().expect("a key");
     let page = read("docs/router.md");
     let commands = blocks(&page, "sh").into_iter().filter(|block| block.contains("openssl"));
     let script = commands.collect::<Vec<_>>().join("\n");
-    let script = script.replace("key=0123abcd", &format!("key={key}"));
+    let script = script.replace("key=0123abcd", &format!("key={}", rig.key()));
     let dir = testkit::temp_dir();
     testkit::ok(Command::new("bash").args(["-euc", &script]).current_dir(dir.path()));
     let listen = format!("127.0.0.1:{}", testkit::free_port());

@@ -2,14 +2,12 @@
 
 use std::os::unix::fs::FileExt;
 
-use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{self, blockdev};
-use proto::CapacityRange;
-use tonic::Code;
+use proto::{CapacityRange, GetCapacityRequest, GetCapacityResponse};
 
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, requests, status_code};
+use testkit::prelude::*;
 
 fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRequest {
     let mut request = requests::node_expand(volume, rig.kubelet().join(volume).join("target"));
@@ -36,7 +34,7 @@ async fn file_device_and_filesystem_grow_while_in_use(
         let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
         if fs_type == "ext4" && is_more && !may_grow_ext4 {
             // Without the capability the kernel does not grow a mounted ext4, so it grows at the next stage.
-            assert_eq!(status_code(answer), Code::FailedPrecondition);
+            assert_eq!(code(answer), Code::FailedPrecondition);
             rig.detach(&volume).await;
             rig.publish(&volume, capability.clone()).await;
         } else {
@@ -74,7 +72,7 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
         (request(&volume, range(16 * MIB, 0), Some(mount_capability("zfs"))), Code::InvalidArgument),
     ] {
         let shown = format!("{request:?}");
-        let refused = status_code(rig.client.controller.controller_expand_volume(request).await);
+        let refused = code(rig.client.controller.controller_expand_volume(request).await);
         assert_eq!(refused, expected, "{shown}");
     }
     for bytes in [0, 1, 8 * MIB] {
@@ -86,13 +84,13 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
 
     rig.attach(&volume).await;
     let ahead = node_expand(&rig, &volume, 16 * MIB);
-    assert_eq!(status_code(rig.client.node.node_expand_volume(ahead).await), Code::OutOfRange);
+    assert_eq!(code(rig.client.node.node_expand_volume(ahead).await), Code::OutOfRange);
     let mut elsewhere = node_expand(&rig, &volume, 8 * MIB);
     elsewhere.volume_path = rig.dir.path().display().to_string();
-    assert_eq!(status_code(rig.client.node.node_expand_volume(elsewhere).await), Code::NotFound);
+    assert_eq!(code(rig.client.node.node_expand_volume(elsewhere).await), Code::NotFound);
     let nowhere =
         proto::NodeExpandVolumeRequest { volume_path: String::new(), ..node_expand(&rig, &volume, 0) };
-    assert_eq!(status_code(rig.client.node.node_expand_volume(nowhere).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.node.node_expand_volume(nowhere).await), Code::InvalidArgument);
     rig.detach_and_finish(&volume).await;
 }
 
@@ -131,14 +129,16 @@ async fn an_expansion_cut_short_is_put_right(rig: Rig<Xfs>) {
     rig.detach(&volume).await;
 }
 
+async fn capacity(rig: &Rig, asked: GetCapacityRequest) -> Result<GetCapacityResponse, tonic::Status> {
+    Ok(rig.client.controller.clone().get_capacity(asked).await?.into_inner())
+}
+
 /// `--overcommit` limits the provisioned size. Without the flag volumes are thin and never refused for lack of space.
 #[apply(device_test)]
 async fn overcommit_bounds_what_is_promised() {
     // The pool image of a rig is 8 GiB, minus what xfs itself uses.
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--overcommit", "2"], "info").await;
-    let capacity = |rig: &Rig| rig.client.controller.clone();
-    let room = capacity(&rig).get_capacity(proto::GetCapacityRequest::default()).await.expect("capacity");
-    let room = room.into_inner();
+    let room = capacity(&rig, Default::default()).await.expect("capacity");
     assert!((14 * 1024 * MIB..=16 * 1024 * MIB).contains(&room.available_capacity), "{room:?}");
     assert_eq!(room.maximum_volume_size, Some(room.available_capacity / BLOCK as i64 * BLOCK as i64));
     let request = |name: &str, bytes| new_volume(name, bytes, block_capability());
@@ -147,18 +147,16 @@ async fn overcommit_bounds_what_is_promised() {
     assert_eq!(refused, Code::ResourceExhausted);
     assert_eq!(code(rig.client.expand_volume(&first, 20 * 1024 * MIB).await), Code::ResourceExhausted);
     rig.client.expand_volume(&first, 12 * 1024 * MIB).await.expect("fits");
-    let left = capacity(&rig).get_capacity(proto::GetCapacityRequest::default()).await.expect("capacity");
-    assert_eq!(left.into_inner().available_capacity, room.available_capacity - 12 * 1024 * MIB);
+    let left = capacity(&rig, Default::default()).await.expect("capacity");
+    assert_eq!(left.available_capacity, room.available_capacity - 12 * 1024 * MIB);
     rig.client.delete_volume(&first).await.expect("delete");
     rig.client.create_volume(request("second", 10 * 1024 * MIB)).await.expect("fits now");
     rig.finish();
 
     let mut rig = Rig::start(PoolKind::Xfs).await;
     rig.client.create_volume(request("thin", 32 << 40)).await.expect("volumes are thin");
-    let mut ask = proto::GetCapacityRequest {
-        volume_capabilities: vec![mount_capability("xfs")],
-        ..Default::default()
-    };
+    let volume_capabilities = vec![mount_capability("xfs")];
+    let mut ask = GetCapacityRequest { volume_capabilities, ..Default::default() };
     ask.parameters.insert("csi.storage.k8s.io/fstype".into(), "xfs".into());
     ask.parameters.insert("blockSize".into(), "1Mi".into());
     // The pool's image is sparse, so the free space is that of the disk below it if that is less than the pool's.
@@ -167,26 +165,26 @@ async fn overcommit_bounds_what_is_promised() {
         available(rig.pool_dir()).min(available(rig.data_dir()))
     };
     let before = free();
-    let room = capacity(&rig).get_capacity(ask).await.expect("capacity").into_inner();
+    let room = capacity(&rig, ask).await.expect("capacity");
     let after = free();
     let near = before.min(after) - 64 * MIB..=before.max(after) + 64 * MIB;
     assert!(near.contains(&room.available_capacity), "{room:?}, {before} and {after} free");
     assert_eq!(room.minimum_volume_size, Some(300 * MIB));
     assert_eq!(room.maximum_volume_size, Some(64 << 40));
     let node = ("topology.deltapath.csi.dev/node".to_owned(), "node-2".to_owned());
-    let elsewhere = proto::GetCapacityRequest {
+    let elsewhere = GetCapacityRequest {
         accessible_topology: Some(proto::Topology { segments: [node].into() }),
         ..Default::default()
     };
-    let room = capacity(&rig).get_capacity(elsewhere).await.expect("capacity").into_inner();
+    let room = capacity(&rig, elsewhere).await.expect("capacity");
     assert_eq!((room.available_capacity, room.maximum_volume_size), (0, Some(0)), "no room on another node");
     // The provisioner sends the class's parameters unchanged, so the filesystem may be named only there.
-    let mut bare = proto::GetCapacityRequest::default();
+    let mut bare = GetCapacityRequest::default();
     bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "btrfs".into());
-    let room = capacity(&rig).get_capacity(bare.clone()).await.expect("capacity").into_inner();
+    let room = capacity(&rig, bare.clone()).await.expect("capacity");
     assert_eq!(room.minimum_volume_size, Some(256 * MIB));
     bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "zfs".into());
-    assert_eq!(status_code(capacity(&rig).get_capacity(bare).await), Code::InvalidArgument);
+    assert_eq!(code(capacity(&rig, bare).await), Code::InvalidArgument);
     rig.finish();
 }
 

@@ -1,5 +1,6 @@
 //! Group snapshots: all members or none, as of one moment.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -7,14 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use csi_client::{from_snapshot, mount_capability};
-use tonic::Code;
-
 use crate::faults::until;
-use proto::ListSnapshotsRequest;
-use testkit::content::{Content, open_device};
 use testkit::order::group_image;
-use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, code, members, names, status_code};
+use testkit::prelude::*;
+use testkit::{Beside, members};
 
 fn get(group: &str, members: &[String]) -> proto::GetVolumeGroupSnapshotRequest {
     proto::GetVolumeGroupSnapshotRequest {
@@ -60,28 +57,19 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(rig: Rig<pool>) {
     };
     styled.parameters.insert("blockMetadataType".into(), "fixed".into());
     let styled = rig.client.groups.create_volume_group_snapshot(styled).await;
-    assert_eq!(status_code(styled), Code::AlreadyExists);
+    assert_eq!(code(styled), Code::AlreadyExists);
 
     let ids = members(&group);
     for member in &ids {
         assert_eq!(code(rig.client.delete_snapshot(member).await), Code::InvalidArgument, "part of a group");
     }
-    let listed = rig.client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
-    let mut listed: Vec<String> = listed
-        .expect("list")
-        .into_inner()
-        .entries
-        .into_iter()
-        .filter_map(|entry| entry.snapshot)
-        .map(|snapshot| {
-            assert_eq!(snapshot.group_snapshot_id, group.group_snapshot_id);
-            snapshot.snapshot_id
-        })
-        .collect();
-    let mut sorted = ids.clone();
-    listed.sort();
-    sorted.sort();
-    assert_eq!(listed, sorted);
+    let listed = rig.client.snapshots().await.expect("list");
+    assert!(
+        listed.iter().all(|snapshot| snapshot.group_snapshot_id == group.group_snapshot_id),
+        "{listed:?}"
+    );
+    let listed: BTreeSet<&String> = listed.iter().map(|snapshot| &snapshot.snapshot_id).collect();
+    assert_eq!(listed, ids.iter().collect());
     let found = rig.client.groups.get_volume_group_snapshot(get(&group.group_snapshot_id, &ids)).await;
     assert_eq!(found.expect("get").into_inner().group_snapshot, Some(group.clone()));
 
@@ -94,12 +82,11 @@ async fn a_group_is_made_once_and_goes_with_all_its_members(rig: Rig<pool>) {
         rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
     }
     let gone = rig.client.groups.get_volume_group_snapshot(get(&group.group_snapshot_id, &ids)).await;
-    assert_eq!(status_code(gone), Code::NotFound);
+    assert_eq!(code(gone), Code::NotFound);
     for member in &ids {
         assert_eq!(code(rig.client.allocated(member, 0, 0).await), Code::NotFound);
     }
-    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
-    assert!(listed.into_inner().entries.is_empty());
+    assert_eq!(rig.client.snapshots().await.expect("list"), []);
     for volume in &volumes {
         rig.detach(volume).await;
     }
@@ -121,7 +108,7 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing(rig: Rig<Xfs>) {
     }
     for (id, expected) in [("", Code::InvalidArgument), ("../x", Code::NotFound)] {
         let found = rig.client.groups.get_volume_group_snapshot(get(id, &[])).await;
-        assert_eq!(status_code(found), expected);
+        assert_eq!(code(found), expected);
     }
     rig.client.delete_group("../x", &[]).await.expect("an unknown id is no error");
     assert_eq!(code(rig.client.delete_group("", &[]).await), Code::InvalidArgument);
@@ -163,6 +150,12 @@ impl Writer {
     }
 }
 
+/// A group never holds B(n) without A(n).
+#[track_caller]
+fn is_in_order(a: u64, b: u64) {
+    assert!(b <= a && a <= b + 1, "a group holds A({a}) and B({b})");
+}
+
 fn number_at(path: &Path) -> u64 {
     let mut bytes = vec![0; BLOCK as usize];
     File::open(path).expect("open").read_exact_at(&mut bytes, 0).expect("read");
@@ -191,8 +184,7 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(rig: Rig<pool
         match rig.client.create_group(&format!("restless {round}"), &volumes).await {
             Err(error) => assert_eq!(error.code(), Code::FailedPrecondition, "{error}"),
             Ok(group) => {
-                let (a, b) = (number_at(&image(&rig, &group, 0)), number_at(&image(&rig, &group, 1)));
-                assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+                is_in_order(number_at(&image(&rig, &group, 0)), number_at(&image(&rig, &group, 1)));
                 let ids = members(&group);
                 rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
             }
@@ -221,9 +213,7 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(rig: Rig<pool
             Ok(group) => {
                 taken += 1;
                 let (first, second) = if reversed { (1, 0) } else { (0, 1) };
-                let a = number_at(&image(&rig, &group, first));
-                let b = number_at(&image(&rig, &group, second));
-                assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+                is_in_order(number_at(&image(&rig, &group, first)), number_at(&image(&rig, &group, second)));
                 let ids = members(&group);
                 rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
             }
@@ -285,8 +275,7 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(rig: Rig<po
             numbers.push(number_at(&target.join("n")));
             rig.delete(&restored).await;
         }
-        let [a, b] = numbers[..] else { unreachable!("two members") };
-        assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+        is_in_order(numbers[0], numbers[1]);
         rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
         // The next pair starts again from 0.
         for file in &files {

@@ -4,15 +4,13 @@
 use std::path::Path;
 use std::process::Command;
 
-use csi_client::{from_snapshot, mount_capability, new_volume, stage_of};
 use deltapath::sys::{self, loopdev::LoopDevice};
 use proto::CapacityRange;
-use tonic::Code;
 
 use crate::faults::pool_full::small_pool_of;
-use testkit::{GIB, MIB, PoolKind, code, fsck, new_volume_from, requests, status_code};
+use testkit::fsck;
+use testkit::prelude::*;
 
-/// Writes some files, and checks them.
 fn write_files(dir: &Path) {
     for number in 0..5u8 {
         let dir = dir.join(format!("dir-{number}"));
@@ -93,10 +91,9 @@ async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
                         }
                     }
                     if is_used {
-                        let request = requests::node_expand(&volume, kubelet.join(&volume).join("target"));
-                        let answer = rig.client.node.node_expand_volume(request).await;
+                        let answer = rig.node_expand(&volume, &kubelet.join(&volume).join("target")).await;
                         match fs_type == "ext4" && !may_grow_ext4 {
-                            true => assert_eq!(status_code(answer), Code::FailedPrecondition),
+                            true => assert_eq!(code(answer), Code::FailedPrecondition),
                             false => drop(answer.expect("node expand")),
                         }
                         rig.detach(&volume).await;
@@ -138,8 +135,8 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted(rig: Rig<Xfs>) 
             volume_capability: Some(capability.clone()),
             ..Default::default()
         };
-        let refused = rig.client.controller.controller_expand_volume(request).await.expect_err("too far");
-        assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+        let refused = rig.client.controller.controller_expand_volume(request).await;
+        assert_eq!(code(refused), Code::OutOfRange);
         let snapshot = rig.snapshot(&format!("taken {number}"), &volume).await;
         let restore =
             new_volume_from(&format!("restored {number}"), to, capability.clone(), from_snapshot(&snapshot));
@@ -151,11 +148,8 @@ async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted(rig: Rig<Xfs>) 
         for _ in 0..2 {
             let target = rig.publish(&large, capability.clone()).await;
             check_files(&target);
-            let request = requests::node_expand(&large, &target);
-            let refused = rig.client.node.node_expand_volume(request).await.expect_err("it is not so large");
-            assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
-            let said = refused.message();
-            assert!(said.contains("ext4") && said.contains("copy the files"), "{said}");
+            let refused = rig.node_expand(&large, &target).await;
+            is_refused(refused, Code::OutOfRange, &["ext4", "copy the files"]);
             rig.detach(&large).await;
         }
         let device = rig.attach(&large).await;
@@ -186,10 +180,7 @@ async fn an_ext4_with_errors_is_mounted_at_its_old_size(rig: Rig<Xfs>) {
     let total = sys::space(&target).expect("statvfs").total as i64;
     assert!(total < 64 * MIB, "it grew to {total}");
     assert!(rig.log().contains("the ext4 has errors"), "{}", rig.log());
-    let request = requests::node_expand(&larger, &target);
-    let refused = rig.client.node.node_expand_volume(request).await.expect_err("it has errors");
-    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    assert!(refused.message().contains("run e2fsck"), "{refused}");
+    is_refused(rig.node_expand(&larger, &target).await, Code::FailedPrecondition, &["run e2fsck"]);
     rig.detach(&larger).await;
 
     let device = rig.attach(&larger).await;
@@ -218,15 +209,12 @@ async fn a_frozen_filesystem_does_not_grow_and_holds_no_call_up(
     let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
     staged.expect("a repeated stage hangs").expect("it is staged");
     rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-    let expanded = rig.client.node.node_expand_volume(requests::node_expand(&volume, &target));
-    let refused =
-        tokio::time::timeout(patience, expanded).await.expect("it hangs").expect_err("it is frozen");
-    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    assert!(refused.message().contains("fsfreeze --unfreeze"), "{refused}");
+    let refused = tokio::time::timeout(patience, rig.node_expand(&volume, &target)).await.expect("it hangs");
+    is_refused(refused, Code::FailedPrecondition, &["fsfreeze --unfreeze"]);
     let staged = tokio::time::timeout(patience, rig.client.node.node_stage_volume(stage())).await;
     staged.expect("a repeated stage hangs").expect("it is staged at its old size");
     run("fsfreeze", &["--unfreeze"], &target);
-    rig.client.node.node_expand_volume(requests::node_expand(&volume, &target)).await.expect("it grows");
+    rig.node_expand(&volume, &target).await.expect("it grows");
     assert!(sys::space(&target).expect("statvfs").total > 500 << 20);
     rig.detach(&volume).await;
 }
@@ -271,8 +259,7 @@ async fn a_filesystem_that_cannot_grow_is_mounted_at_its_old_size(rig: Rig<Xfs>)
     assert_eq!(code(rig.client.create_volume(request).await), Code::OutOfRange);
     let target = rig.publish(&volume, capability).await;
     write_files(&target);
-    let refused = rig.client.node.node_expand_volume(requests::node_expand(&volume, &target)).await;
-    assert_eq!(refused.expect_err("it does not grow").code(), Code::OutOfRange);
+    assert_eq!(code(rig.node_expand(&volume, &target).await), Code::OutOfRange, "it does not grow");
     rig.detach(&volume).await;
 }
 
@@ -319,10 +306,8 @@ async fn a_full_pool_grows_nothing(#[values("ext4", "xfs")] fs_type: &str) {
         let target = rig.publish(&volume, capability.clone()).await;
         check_files(&target);
         assert_eq!(sys::space(&target).expect("statvfs").total, before);
-        let request = requests::node_expand(&volume, &target);
-        let refused = rig.client.node.node_expand_volume(request).await.expect_err("there is no room");
-        assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
-        assert!(refused.message().contains("to grow: make room"), "{refused}");
+        let refused = rig.node_expand(&volume, &target).await;
+        is_refused(refused, Code::ResourceExhausted, &["to grow: make room"]);
         rig.detach(&volume).await;
         let device = rig.attach(&volume).await;
         fsck(fs_type, &device);

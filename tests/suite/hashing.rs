@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 use base::BlockRange;
 use cbt::{MapFile, MapWriter, SegmentIndex};
 
-use crate::faults::{hashed, is_hashed, live, until};
-use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, verify};
+use crate::faults::{hashed, is_hashed, until, verify};
+use testkit::prelude::*;
 
 /// Whether a snapshot is compared with the one before, hashed to its end or not.
 fn is_compared(rig: &Rig, snapshot: &str) -> bool {
-    MapFile::open(&live(rig, snapshot).changed()).is_ok_and(|map| map.is_exact())
+    MapFile::open(&rig.snapshot_dir(snapshot).changed()).is_ok_and(|map| map.is_exact())
 }
 
 fn fill(device: &Path, size: u64) {
@@ -40,7 +39,7 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
     content.write(&small_device, 10, 50, 3);
     let other = rig.snapshot("the second of the small one", &small).await;
     until("compared", || is_compared(&rig, &other) && is_compared(&rig, &second)).await;
-    assert!(!is_hashed(&live(&rig, &first)), "the large one came first");
+    assert!(!is_hashed(&rig.snapshot_dir(&first)), "the large one came first");
     rig.detach(&large).await;
     rig.detach_and_finish(&small).await;
 }
@@ -56,7 +55,7 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
     fill(&data, 512 * MIB as u64);
     open_device(&data).sync_all().expect("sync");
     let snapshot = rig.snapshot("snapshot", &volume).await;
-    let snapshot = live(&rig, &snapshot);
+    let snapshot = rig.snapshot_dir(&snapshot);
     let pending = || MapFile::open(&snapshot.pending()).and_then(|map| map.count()).expect("pending");
     let (all, began) = (512 * MIB as u64 / BLOCK, Instant::now());
     while began.elapsed() < Duration::from_secs(3) {
@@ -95,7 +94,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
         content.write(&device, 1500, 1, 2);
     }
     for (id, _) in &taken {
-        let path = live(&rig, id).allocated();
+        let path = rig.snapshot_dir(id).allocated();
         let sound = MapFile::open(&path).expect("open");
         let wrong = path.with_extension("wrong");
         let mut writer = MapWriter::create(&wrong, sound.header().clone()).expect("create");
@@ -111,7 +110,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
     for (id, content) in &taken {
         let expected = content.allocated(block);
         let mended = || {
-            let map = MapFile::open(&live(&rig, id).allocated())
+            let map = MapFile::open(&rig.snapshot_dir(id).allocated())
                 .expect("open")
                 .segment(SegmentIndex(0))
                 .expect("segment");
@@ -125,8 +124,7 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
         let list = rig.client.delta(&pair[0].0, &pair[1].0, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&list, block), pair[1].1.changed_since(&pair[0].1, block), "{block_size}");
     }
-    let seen = verify(&rig.data_dir());
-    assert!(seen.status.success(), "{block_size}: {seen:?}");
+    verify(&rig);
     rig.detach_and_finish(&volume).await;
 }
 
@@ -137,7 +135,7 @@ async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
     let (volume, device, before) = rig.written_volume("volume", 64 * MIB, (0, 1000, 1)).await;
     let base = rig.snapshot("base", &volume).await;
-    let dir = live(&rig, &base);
+    let dir = rig.snapshot_dir(&base);
     hashed(&rig, &[&base]).await;
     let hashes = std::fs::File::options().write(true).open(dir.hashes()).expect("open");
     hashes.write_all_at(b"damage", 3 * 4096 + 100).expect("damage a page");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, delta_of, mount_capability, stage_of};
+use csi_client::delta_of;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRng, TestRunner};
 use prost_reflect::prost::Message;
@@ -11,10 +11,10 @@ use prost_reflect::{
     DescriptorPool, DynamicMessage, FieldDescriptor, Kind, MapKey, MessageDescriptor, Value,
 };
 use proto::FILE_DESCRIPTOR_SET;
-use tonic::Code;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-use testkit::{MIB, PoolKind, Rig, new_volume_from, paths_below, requests, status_code};
+use testkit::paths_below;
+use testkit::prelude::*;
 
 /// Ids of no object, in all shapes.
 fn hostile_ids() -> Vec<String> {
@@ -110,9 +110,9 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
             NotFound: metadata.get_metadata_delta(delta_of(&id, &real));
             NotFound: metadata.get_metadata_delta(delta_of(&real, &id));
         }
-        for source in [csi_client::from_snapshot(&id), csi_client::from_volume(&id)] {
+        for source in [from_snapshot(&id), from_volume(&id)] {
             let request = new_volume_from("from nothing", MIB, block_capability(), source);
-            assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::NotFound);
+            assert_eq!(code(rig.client.controller.create_volume(request).await), Code::NotFound);
         }
     }
     assert!(!Path::new(&target).exists());

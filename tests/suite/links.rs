@@ -5,21 +5,15 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use csi_client::{block_capability, mount_capability, stage_of};
 use deltapath::sys::mount;
-use tonic::Code;
 
-use crate::node::publish_at;
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Orders, Point};
-use testkit::{MIB, PoolKind, Rig, names, requests};
+use testkit::prelude::*;
 
 #[track_caller]
-fn tells(status: tonic::Status, field: &str, path: &Path) {
-    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
-    let said = status.message();
-    assert!(said.contains(field) && said.contains(&path.display().to_string()), "{said}");
-    assert!(said.contains("symbolic link"), "{said}");
+fn is_no_place<T>(answer: Result<T, tonic::Status>, field: &str, path: &Path) {
+    is_refused(answer, Code::InvalidArgument, &[field, &path.display().to_string(), "symbolic link"]);
 }
 
 /// The incident: a target that was a link to /etc got the volume mounted over /etc.
@@ -37,20 +31,16 @@ async fn a_path_that_is_a_link_is_refused_by_every_node_call(rig: Rig<Dir>) {
     for (name, capability) in [("files", mount_capability("ext4")), ("raw", block_capability())] {
         let (volume, _) = rig.published(name, 16 * MIB, capability.clone()).await;
         let target = kubelet.join(&volume).join("target");
-        crate::node::unpublish_at(&mut rig, &volume, &target).await;
+        rig.unpublish_at(&volume, &target).await;
         for link in [&to_directory, &to_file, &to_nothing] {
-            let request = publish_at(&rig, &volume, link, capability.clone(), false);
-            let refused = rig.client.node.node_publish_volume(request).await.expect_err("publish");
-            tells(refused, "target_path", link);
+            is_no_place(rig.publish_at(&volume, link, capability.clone(), false).await, "target_path", link);
+            let node = &mut rig.client.node;
             let stage = stage_of(&volume, link, capability.clone());
-            let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
-            tells(refused, "staging_target_path", link);
+            is_no_place(node.node_stage_volume(stage).await, "staging_target_path", link);
             let unpublish = requests::unpublish(&volume, link);
-            let refused = rig.client.node.node_unpublish_volume(unpublish).await.expect_err("unpublish");
-            tells(refused, "target_path", link);
+            is_no_place(node.node_unpublish_volume(unpublish).await, "target_path", link);
             let unstage = requests::unstage(&volume, link);
-            let refused = rig.client.node.node_unstage_volume(unstage).await.expect_err("unstage");
-            tells(refused, "staging_target_path", link);
+            is_no_place(node.node_unstage_volume(unstage).await, "staging_target_path", link);
         }
         for place in [&directory, &file] {
             assert_eq!(mount::mounted_at(place).expect("mounts"), None, "{}", place.display());
@@ -75,9 +65,8 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
     let target = parent.join("target");
     let is_over = AtomicBool::new(false);
     let mut client = rig.client.node.clone();
-    let unpublish = requests::unpublish(&volume, kubelet.join(&volume).join("target"));
-    client.node_unpublish_volume(unpublish).await.expect("unpublish");
-    let request = publish_at(&rig, &volume, &target, capability, false);
+    rig.unpublish_at(&volume, &kubelet.join(&volume).join("target")).await;
+    let request = rig.publish_request(&volume, &target, capability, false);
     let aside = pod.join("aside");
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -125,13 +114,13 @@ async fn a_parent_that_is_exchanged_for_a_link_leads_nowhere(
 ) {
     let kubelet = rig.kubelet();
     let (volume, _) = rig.published("volume", 16 * MIB, capability.clone()).await;
-    crate::node::unpublish_at(&mut rig, &volume, &kubelet.join(&volume).join("target")).await;
+    rig.unpublish_at(&volume, &kubelet.join(&volume).join("target")).await;
     let (parent, aside) = (rig.dir.path().join("parent"), rig.dir.path().join("aside"));
     let (target, victim) = (parent.join("target"), rig.dir.path().join("victim"));
     for dir in [&parent, &victim] {
         std::fs::create_dir(dir).expect("mkdir");
     }
-    let publish = publish_at(&rig, &volume, &target, capability, false);
+    let publish = rig.publish_request(&volume, &target, capability, false);
     let undo = requests::unpublish(&volume, &target);
     let mut orders = Orders::new(rig.dir.path());
     // The steps of both calls on the target itself.

@@ -1,10 +1,8 @@
 //! Lists: pages, tokens, filters.
 
-use csi_client::block_capability;
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
-use tonic::Code;
 
-use testkit::{MIB, Rig, status_code};
+use testkit::prelude::*;
 
 async fn volume_page(rig: &mut Rig, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };
@@ -31,15 +29,15 @@ async fn bad_tokens_are_refused_and_pages_are_whole(rig: Rig<Dir>) {
 
     for token in ["0", "4294967295", "-1", "x", "vol-zz", &"9".repeat(10_000)] {
         let request = ListVolumesRequest { max_entries: 1, starting_token: token.to_owned() };
-        let volumes = status_code(rig.client.controller.list_volumes(request).await);
+        let volumes = code(rig.client.controller.list_volumes(request).await);
         let request = ListSnapshotsRequest { starting_token: token.to_owned(), ..Default::default() };
-        let snapshots = status_code(rig.client.controller.list_snapshots(request).await);
+        let snapshots = code(rig.client.controller.list_snapshots(request).await);
         assert_eq!([volumes, snapshots], [Code::Aborted; 2], "{token:.20}");
     }
     let negative = ListVolumesRequest { max_entries: -1, starting_token: String::new() };
-    assert_eq!(status_code(rig.client.controller.list_volumes(negative).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.controller.list_volumes(negative).await), Code::InvalidArgument);
     let negative = ListSnapshotsRequest { max_entries: -1, ..Default::default() };
-    assert_eq!(status_code(rig.client.controller.list_snapshots(negative).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.controller.list_snapshots(negative).await), Code::InvalidArgument);
 
     let (mut token, mut listed) = (String::new(), Vec::new());
     while listed.is_empty() || !token.is_empty() {

@@ -2,6 +2,7 @@
 //! used. The other `cluster_` tests read manifests with the functions here. No cluster is needed.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -61,13 +62,26 @@ fn plain_files() -> Vec<String> {
 }
 
 /// The checker, run in the repository.
-fn check(arguments: &[String]) -> Output {
+fn check(arguments: &[impl AsRef<OsStr>]) -> Output {
     testkit::needs("the checker of the manifests");
     let deps = repository().join(".deps/manifests");
     assert!(deps.join("manifests").exists(), "needs the checker of the manifests: run `make test-deps`");
     let mut command = Command::new(deps.join("manifests"));
     command.current_dir(repository()).arg("-crds").arg(deps.join("crds"));
     command.args(arguments).output().expect("run the checker")
+}
+
+/// The checker refuses this text of a file that these arguments are of; returns its messages.
+#[track_caller]
+fn refused(arguments: &[&str], text: &str) -> String {
+    let file = tempfile::Builder::new().suffix(".yaml").tempfile().expect("temp file");
+    std::fs::write(file.path(), text).expect("write");
+    let path = file.path().to_str().expect("UTF-8");
+    let all: Vec<&str> = arguments.iter().map(|word| if *word == "@" { path } else { *word }).collect();
+    let output = check(&all);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "it is not refused:\n{text}");
+    said
 }
 
 /// Every object of deploy/.
@@ -118,6 +132,11 @@ pub fn containers(pod: &Value) -> Vec<&Value> {
     list(&pod["initContainers"]).chain(list(&pod["containers"])).collect()
 }
 
+/// A container of a pod, by its name.
+pub fn container<'p>(pod: &'p Value, name: &str) -> Option<&'p Value> {
+    containers(pod).into_iter().find(|container| container["name"] == name)
+}
+
 #[test]
 fn every_manifest_is_valid_for_the_pinned_kubernetes() {
     let mut arguments = vec!["-test-driver".to_owned(), "deploy/e2e/test-driver.yaml".to_owned()];
@@ -152,28 +171,14 @@ fn the_checker_refuses_what_an_api_server_would() {
         ),
     ];
     for (reason, text) in wrong {
-        let file = tempfile::Builder::new().suffix(".yaml").tempfile().expect("temp file");
-        std::fs::write(file.path(), &text).expect("write");
-        let output = check(&[file.path().display().to_string()]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(
-            !output.status.success() && said.contains(reason),
-            "not refused for {reason:?}:\n{said}\n{text}"
-        );
+        let said = refused(&["@"], &text);
+        assert!(said.contains(reason), "not refused for {reason:?}:\n{said}\n{text}");
     }
     for wrong in [
         driver.replace("    topology: true", "    topologie: true"),
         driver.replace("MaxFileSize", "MaxSize"),
     ] {
-        let file = tempfile::Builder::new().suffix(".yaml").tempfile().expect("temp file");
-        std::fs::write(file.path(), wrong).expect("write");
-        let arguments = [
-            "-test-driver".to_owned(),
-            file.path().display().to_string(),
-            "deploy/examples/snapshot.yaml".to_owned(),
-        ];
-        let output = check(&arguments);
-        assert!(!output.status.success(), "a wrong name in a test driver passes");
+        refused(&["-test-driver", "@", "deploy/examples/snapshot.yaml"], &wrong);
     }
 }
 
@@ -186,7 +191,7 @@ fn the_chart_renders_what_the_overlays_do() {
     for line in [format!("\nversion: {version}\n"), format!("\nappVersion: {version}\n")] {
         assert!(chart.contains(&line), "the chart is of another version than {version}:\n{chart}");
     }
-    let output = check(&["-chart".to_owned(), "hack/manifests/chart.yaml".to_owned()]);
+    let output = check(&["-chart", "hack/manifests/chart.yaml"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
@@ -216,11 +221,8 @@ fn the_overlay_of_the_pages_builds() {
 #[test]
 fn a_chart_that_differs_from_an_overlay_is_found() {
     let differs = |cases: &str, reason: &str| {
-        let file = tempfile::NamedTempFile::new().expect("temp file");
-        std::fs::write(file.path(), format!("chart: deploy/chart/deltapath\n{cases}")).expect("write");
-        let output = check(&["-chart".to_owned(), file.path().display().to_string()]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains(reason), "not found for {cases}:\n{said}");
+        let said = refused(&["-chart", "@"], &format!("chart: deploy/chart/deltapath\n{cases}"));
+        assert!(said.contains(reason), "not found for {cases}:\n{said}");
     };
     let base = "same: [{manifests: [deploy/base], values: {";
     differs(

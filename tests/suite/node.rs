@@ -4,35 +4,22 @@
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
-use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::blockdev;
 use deltapath::sys::sweep::devices_below;
 use proto::VolumeCapability;
 use proto::volume_capability::access_mode::Mode;
-use tonic::Code;
 
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, requests, set_state, status_code};
+use testkit::prelude::*;
+use testkit::{leftovers, set_state};
 
 pub fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
     capability
 }
 
-pub fn publish_at(
-    rig: &Rig,
-    volume: &str,
-    target: &Path,
-    capability: VolumeCapability,
-    readonly: bool,
-) -> proto::NodePublishVolumeRequest {
-    let staging = rig.kubelet().join(volume).join("staging");
-    let request = requests::publish(volume, staging, target, capability);
-    proto::NodePublishVolumeRequest { readonly, ..request }
-}
-
-pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
-    rig.client.node.node_unpublish_volume(requests::unpublish(volume, target)).await.expect("unpublish");
+/// Writes to a device; an error where it is read-only.
+pub fn try_write(device: &Path) -> std::io::Result<()> {
+    std::fs::File::options().write(true).open(device)?.write_all_at(&[1; 4096], 0)
 }
 
 /// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The
@@ -42,9 +29,7 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported(rig: Rig
     let (volume, device) = rig.block_volume("raw", MIB).await;
     let held = std::fs::File::open(&device).expect("open");
     let request = requests::unpublish(&volume, &device);
-    let reported = rig.client.node.node_unpublish_volume(request.clone()).await.expect_err("it is open");
-    assert_eq!(reported.code(), Code::Internal, "{reported}");
-    assert!(reported.message().contains("busy"), "{reported}");
+    is_refused(rig.client.node.node_unpublish_volume(request.clone()).await, Code::Internal, &["busy"]);
     let closer = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(100));
         drop(held);
@@ -80,18 +65,15 @@ async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device(rig: Rig<Xf
     let shared = with_mode(block_capability(), Mode::SingleNodeMultiWriter);
     let volume = rig.volume("raw", 8 * MIB, shared.clone()).await;
     let device = rig.client.publish(&volume, shared.clone(), true, &kubelet).await.expect("publish");
-    let refused =
-        std::fs::File::options().write(true).open(&device).and_then(|file| file.write_all_at(&[1; 4096], 0));
-    assert!(refused.is_err(), "a read-only device took a write");
+    assert!(try_write(&device).is_err(), "a read-only device took a write");
     let (second, third) = (rig.dir.path().join("second"), rig.dir.path().join("third"));
-    let beside = publish_at(&rig, &volume, &second, shared.clone(), true);
-    rig.client.node.node_publish_volume(beside).await.expect("a second reader");
-    let writable = publish_at(&rig, &volume, &third, shared.clone(), false);
-    assert_eq!(status_code(rig.client.node.node_publish_volume(writable).await), Code::FailedPrecondition);
+    rig.publish_at(&volume, &second, shared.clone(), true).await.expect("a second reader");
+    let writable = rig.publish_at(&volume, &third, shared.clone(), false).await;
+    assert_eq!(code(writable), Code::FailedPrecondition);
     assert!(!third.exists(), "a refused publish left its target");
-    let other = publish_at(&rig, &volume, &second, shared.clone(), false);
-    assert_eq!(status_code(rig.client.node.node_publish_volume(other).await), Code::AlreadyExists);
-    unpublish_at(&mut rig, &volume, &second).await;
+    let other = rig.publish_at(&volume, &second, shared.clone(), false).await;
+    assert_eq!(code(other), Code::AlreadyExists);
+    rig.unpublish_at(&volume, &second).await;
     rig.detach(&volume).await;
     let device = rig.publish(&volume, shared).await;
     Content::default().write(&device, 0, 1, 1);
@@ -161,33 +143,33 @@ async fn node_calls_refuse_what_is_wrong(rig: Rig<Dir>) {
         (stage(&volume, &path, Some(mount_capability("zfs"))), Code::InvalidArgument),
     ] {
         let shown = format!("{request:?}");
-        assert_eq!(status_code(rig.client.node.node_stage_volume(request).await), expected, "{shown}");
+        assert_eq!(code(rig.client.node.node_stage_volume(request).await), expected, "{shown}");
     }
     let target = rig.dir.path().join("target");
-    let unstaged = publish_at(&rig, &volume, &target, block_capability(), false);
-    let refused = status_code(rig.client.node.node_publish_volume(unstaged.clone()).await);
+    let unstaged = rig.publish_request(&volume, &target, block_capability(), false);
+    let refused = code(rig.client.node.node_publish_volume(unstaged.clone()).await);
     assert_eq!(refused, Code::FailedPrecondition);
     let nowhere = proto::NodePublishVolumeRequest { staging_target_path: String::new(), ..unstaged };
-    assert_eq!(status_code(rig.client.node.node_publish_volume(nowhere).await), Code::FailedPrecondition);
+    assert_eq!(code(rig.client.node.node_publish_volume(nowhere).await), Code::FailedPrecondition);
     for (volume, target, expected) in
         [("", "/x", Code::InvalidArgument), (volume.as_str(), "", Code::InvalidArgument)]
     {
         let request = requests::unpublish(volume, target);
-        assert_eq!(status_code(rig.client.node.node_unpublish_volume(request).await), expected);
+        assert_eq!(code(rig.client.node.node_unpublish_volume(request).await), expected);
         let request = requests::unstage(volume, target);
-        assert_eq!(status_code(rig.client.node.node_unstage_volume(request).await), expected);
+        assert_eq!(code(rig.client.node.node_unstage_volume(request).await), expected);
     }
     // Published over its staging path, it would be unstaged by the unpublish.
     rig.client.node.node_stage_volume(stage(&volume, &path, block)).await.expect("stage");
     let over = proto::NodePublishVolumeRequest {
         staging_target_path: path.clone(),
-        ..publish_at(&rig, &volume, &staging, block_capability(), false)
+        ..rig.publish_request(&volume, &staging, block_capability(), false)
     };
-    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
     rig.client.node.node_unstage_volume(requests::unstage(&volume, &path)).await.expect("unstage");
     // Nothing of ours is there, so nothing is undone, and the file of another program stays.
     std::fs::write(&target, "a stranger's").expect("write");
-    unpublish_at(&mut rig, &volume, &target).await;
+    rig.unpublish_at(&volume, &target).await;
     assert_eq!(std::fs::read(&target).expect("read"), b"a stranger's");
     testkit::no_device_left(&rig.pool_dir());
 }
@@ -223,29 +205,27 @@ async fn a_restored_volume_is_read_at_many_places(
         // Its source stays mounted for writing.
         let first = rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
         let second = rig.dir.path().join("second");
-        let beside = publish_at(&rig, &restored, &second, readers.clone(), true);
-        let beside = rig.client.node.node_publish_volume(beside).await;
+        let beside = rig.publish_at(&restored, &second, readers.clone(), true).await;
         let places = match mode {
             Mode::MultiNodeReaderOnly => {
                 beside.expect("many readers");
                 vec![&first, &second]
             }
             _ => {
-                assert_eq!(status_code(beside), Code::FailedPrecondition, "one reader has one place");
+                assert_eq!(code(beside), Code::FailedPrecondition, "one reader has one place");
                 vec![&first]
             }
         };
         for place in places {
             if fs_type.is_empty() {
                 content.assert_equals(place, 0, 64);
-                let file = std::fs::File::options().write(true).open(place);
-                assert!(file.and_then(|file| file.write_all_at(&[1; 4096], 0)).is_err(), "it took a write");
+                assert!(try_write(place).is_err(), "it took a write");
             } else {
                 assert_eq!(std::fs::read(place.join("file")).expect("read"), fs_type.as_bytes());
                 assert!(std::fs::write(place.join("new"), "x").is_err(), "{fs_type} took a write");
             }
         }
-        unpublish_at(&mut rig, &restored, &second).await;
+        rig.unpublish_at(&restored, &second).await;
         rig.detach(&restored).await;
     }
     rig.detach(&source).await;

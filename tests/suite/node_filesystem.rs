@@ -4,15 +4,13 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::sweep::devices_below;
 use proto::volume_capability::access_mode::Mode;
-use tonic::Code;
 
-use crate::node::{publish_at, with_mode};
+use crate::node::with_mode;
 use crate::volume_health::{VolumeHealthErrorType, give_up, node_health};
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, nothing_left, set_state, state_of, status_code};
+use testkit::prelude::*;
+use testkit::{mount_with, nothing_left, set_frozen, set_state};
 
 #[apply(every_pool)]
 async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
@@ -30,9 +28,8 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
         }
         std::fs::write(target.join(round.to_string()), "kept").expect("write");
         let second = rig.dir.path().join("second");
-        let another = publish_at(&rig, &volume, &second, one.clone(), false);
-        let refused = rig.client.node.node_publish_volume(another).await;
-        assert_eq!(status_code(refused), Code::FailedPrecondition, "one writer has one target");
+        let refused = rig.publish_at(&volume, &second, one.clone(), false).await;
+        assert_eq!(code(refused), Code::FailedPrecondition, "one writer has one target");
         rig.detach(&volume).await;
         rig.detach(&volume).await;
         assert!(!target.exists());
@@ -42,9 +39,7 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
 /// A volume that holds data, or was made from a source, is never formatted, whatever `blkid` prints.
 #[apply(device_test)]
 async fn data_is_never_formatted_over(rig: Rig<Xfs>) {
-    let mut request = new_volume("both", 16 * MIB, block_capability());
-    request.volume_capabilities.push(mount_capability("ext4"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume_of_both("both", 16 * MIB).await;
     let device = rig.attach(&volume).await;
     let mut content = Content::default();
     content.write(&device, 3000, 1, 9);
@@ -60,9 +55,7 @@ async fn data_is_never_formatted_over(rig: Rig<Xfs>) {
     }
     for (volume, why) in sources.iter().zip(["holds data", "holds data", "an empty source"]) {
         let refused = rig.try_publish(volume, mount_capability("ext4")).await;
-        let refused = refused.expect_err("it is not to be formatted");
-        assert_eq!(refused.code(), Code::FailedPrecondition);
-        assert!(refused.to_string().contains(why), "{refused}");
+        is_refused(refused, Code::FailedPrecondition, &[why]);
         rig.detach(volume).await;
     }
     let device = rig.attach(&sources[0]).await;
@@ -73,9 +66,7 @@ async fn data_is_never_formatted_over(rig: Rig<Xfs>) {
 /// What our own mkfs wrote before it was interrupted may be overwritten, but not what the user wrote later.
 #[apply(device_test)]
 async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes(rig: Rig<Xfs>) {
-    let mut request = new_volume("both", 16 * MIB, block_capability());
-    request.volume_capabilities.push(mount_capability("ext4"));
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let volume = rig.volume_of_both("both", 16 * MIB).await;
     let pool_dir = rig.pool_dir();
     let dir = pool_dir.join("volumes").join(&volume);
     let image = || std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
@@ -111,12 +102,8 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     rig: Rig<Xfs>,
     #[values("ext4", "xfs")] fs_type: &str,
 ) {
-    let mut capability = mount_capability(fs_type);
-    if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type
-        && fs_type == "ext4"
-    {
-        mount.mount_flags.push("errors=remount-ro".into());
-    }
+    let flags: &[&str] = if fs_type == "ext4" { &["errors=remount-ro"] } else { &[] };
+    let capability = mount_with(fs_type, flags);
     let (volume, target) = rig.published("files", 300 * MIB, capability.clone()).await;
     let mut file = std::fs::File::create(target.join("file")).expect("create");
     file.write_all(b"kept").and_then(|()| file.sync_all()).expect("write");
@@ -131,18 +118,14 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     let reported = node_health(&rig, &volume).await;
     assert!(reported.iter().any(|entry| entry.reason == reason && entry.status() == status), "{reported:?}");
 
-    crate::node::unpublish_at(&mut rig, &volume, &target).await;
-    let request = publish_at(&rig, &volume, &target, capability.clone(), false);
-    let refused = rig.client.node.node_publish_volume(request).await.expect_err("the new pod cannot write");
-    assert_eq!(refused.code(), Code::Internal, "{refused}");
-    let said = refused.message();
-    assert!(said.contains("the kernel has") && said.contains(&volume) && said.contains("unstage"), "{said}");
+    rig.unpublish_at(&volume, &target).await;
+    // The new pod could not write.
+    let refused = rig.publish_at(&volume, &target, capability.clone(), false).await;
+    is_refused(refused, Code::Internal, &["the kernel has", &volume, "unstage"]);
     assert!(!target.exists(), "a refused publish left its target");
     // As a driver leaves it that died in a copy: a filesystem that was shut down cannot be opened to thaw it.
     rig.kill();
-    let mut state = state_of(&rig.pool_dir(), &volume);
-    state["frozen"] = deltapath::sys::boot_id().expect("boot id").into();
-    set_state(&rig.pool_dir(), &volume, state);
+    set_frozen(&rig.pool_dir(), &volume);
     rig.start_again().await;
     rig.detach(&volume).await;
     let target = rig.publish(&volume, capability).await;

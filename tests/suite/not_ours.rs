@@ -1,14 +1,12 @@
 //! No call on a volume removes paths, mounts or devices of other volumes or other programs.
 
 use std::path::Path;
+use std::process::Command;
 
-use csi_client::{block_capability, mount_capability, new_volume, stage_of};
 use deltapath::sys::sweep::devices_below;
-use tonic::Code;
 
-use crate::node::{publish_at, unpublish_at};
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, code, leftovers, requests, state_path, status_code, swept_dir};
+use testkit::prelude::*;
+use testkit::{leftovers, state_path, swept_dir};
 
 /// The kubelet directory is a symbolic link, so the kernel shows mounts at the path that it leads to.
 #[apply(device_test)]
@@ -35,9 +33,7 @@ async fn a_path_through_a_symlink_is_the_path_it_leads_to(rig: Rig<Xfs>) {
 /// the first volume unmounted the second.
 #[apply(device_test)]
 async fn an_unstage_leaves_what_another_volume_has_at_its_path(rig: Rig<Dir>) {
-    let mut request = new_volume("raw", 16 * MIB, block_capability());
-    request.volume_capabilities.push(mount_capability("ext4"));
-    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    let raw = rig.volume_of_both("raw", 16 * MIB).await;
     let device = rig.attach(&raw).await;
     Content::default().write(&device, 0, 5, 1);
     rig.detach(&raw).await;
@@ -48,7 +44,7 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path(rig: Rig<Dir>) {
     let stage = |volume: &str| stage_of(volume, &path, mount_capability("ext4"));
     let unstage = |volume: &str| requests::unstage(volume, &path);
     let refused = node.node_stage_volume(stage(&raw)).await;
-    assert_eq!(status_code(refused), Code::FailedPrecondition, "it holds data and no filesystem");
+    assert_eq!(code(refused), Code::FailedPrecondition, "it holds data and no filesystem");
     node.node_stage_volume(stage(&files)).await.expect("stage");
     node.node_unstage_volume(unstage(&raw)).await.expect("unstage the one that never was there");
     let mounted = deltapath::sys::mount::mounted_at(&path).expect("mounts");
@@ -72,23 +68,23 @@ async fn what_is_not_ours_is_never_undone(rig: Rig<Xfs>) {
     let staging = kubelet.join(&volumes[0]).join("staging");
 
     let stage = stage_of(&volumes[1], &staging, mount_capability("ext4"));
-    assert_eq!(status_code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
+    assert_eq!(code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
     let unstage = requests::unstage(&volumes[1], stage.staging_target_path);
     rig.client.node.node_unstage_volume(unstage).await.expect("nothing to undo");
     assert_eq!(std::fs::read(staging.join("file")).expect("still mounted"), b"kept");
 
     let second = rig.publish(&volumes[1], mount_capability("ext4")).await;
-    unpublish_at(&mut rig, &volumes[1], &second).await;
-    let taken = publish_at(&rig, &volumes[1], &target, mount_capability("ext4"), false);
-    assert_eq!(status_code(rig.client.node.node_publish_volume(taken).await), Code::FailedPrecondition);
-    unpublish_at(&mut rig, &volumes[1], &target).await;
+    rig.unpublish_at(&volumes[1], &second).await;
+    let taken = rig.publish_at(&volumes[1], &target, mount_capability("ext4"), false).await;
+    assert_eq!(code(taken), Code::FailedPrecondition);
+    rig.unpublish_at(&volumes[1], &target).await;
     assert_eq!(std::fs::read(target.join("file")).expect("still mounted"), b"kept");
 
     let file = rig.dir.path().join("a stranger's");
     std::fs::write(&file, "kept").expect("write");
-    let over = publish_at(&rig, &volumes[1], &file, mount_capability("ext4"), false);
-    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
-    unpublish_at(&mut rig, &volumes[1], &file).await;
+    let over = rig.publish_at(&volumes[1], &file, mount_capability("ext4"), false).await;
+    assert_eq!(code(over), Code::InvalidArgument);
+    rig.unpublish_at(&volumes[1], &file).await;
     assert_eq!(std::fs::read(&file).expect("read"), b"kept");
 
     let raw = rig.volume("raw", MIB, block_capability()).await;
@@ -97,9 +93,9 @@ async fn what_is_not_ours_is_never_undone(rig: Rig<Xfs>) {
     let staging = kubelet.join(&raw).join("staging");
     std::fs::create_dir_all(&staging).expect("mkdir");
     rig.client.node.node_stage_volume(stage_of(&raw, &staging, block_capability())).await.expect("stage");
-    let over = publish_at(&rig, &raw, &file, block_capability(), false);
-    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
-    unpublish_at(&mut rig, &raw, &file).await;
+    let over = rig.publish_at(&raw, &file, block_capability(), false).await;
+    assert_eq!(code(over), Code::InvalidArgument);
+    rig.unpublish_at(&raw, &file).await;
     assert_eq!(std::fs::read(&file).expect("read"), b"kept");
     for volume in volumes.iter().chain([&raw]) {
         rig.delete(volume).await;
@@ -118,8 +114,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away(rig: Rig<Dir>) 
     let stranger = rig.dir.path().join("second-target");
     std::fs::write(&stranger, "").expect("make a target");
     deltapath::sys::mount::bind(&device, &stranger, false).expect("bind");
-    let request = requests::unpublish(&volume, &stranger);
-    rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
+    rig.unpublish_at(&volume, &stranger).await;
     assert!(!stranger.exists());
     let data = rig.volume_dir(&volume).data();
     assert!(
@@ -141,12 +136,8 @@ async fn two_volumes_never_share_a_place(rig: Rig<Xfs>) {
     std::fs::create_dir_all(&place).expect("mkdir");
     let mut stages = Vec::new();
     for name in ["one", "two"] {
-        let request = new_volume(name, 64 * MIB, mount_capability("ext4"));
-        stages.push(stage_of(
-            &rig.client.create_volume(request).await.expect("create").volume_id,
-            &place,
-            mount_capability("ext4"),
-        ));
+        let volume = rig.volume(name, 64 * MIB, mount_capability("ext4")).await;
+        stages.push(stage_of(&volume, &place, mount_capability("ext4")));
     }
     let (mut one, mut two) = (rig.client.node.clone(), rig.client.node.clone());
     let (one, two) =
@@ -174,8 +165,7 @@ async fn partitions_that_somebody_added_to_a_device_go_with_the_volume(rig: Rig<
         below.into_iter().filter(|entry| entry.starts_with(&format!("{name}p"))).count()
     };
     let add = |device: &Path| {
-        let added = std::process::Command::new("addpart").arg(device).args(["1", "256", "8192"]).status();
-        assert!(added.expect("addpart").success());
+        testkit::ok(Command::new("addpart").arg(device).args(["1", "256", "8192"]));
         assert_eq!(partitions(device), 1);
     };
     let device_of = |pool: &Path| devices_below(pool).expect("devices").pop().expect("a device").path();
@@ -210,18 +200,12 @@ async fn partitions_that_somebody_added_to_a_device_go_with_the_volume(rig: Rig<
 async fn what_somebody_set_on_a_device_goes_with_the_volume() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, _) = rig.block_volume("raw", 16 * MIB).await;
-    let set = |device: &Path| {
-        let blockdev = |flags: &[&str]| {
-            let done = std::process::Command::new("blockdev").args(flags).arg(device).status();
-            assert!(done.expect("blockdev").success());
-        };
-        blockdev(&["--setra", "8192"]);
-        blockdev(&["--setro"]);
-    };
     // The number that is free next may be another test's by then: this finds out, and tries again.
     for _ in 0..20 {
         let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();
-        set(&device);
+        for flags in [&["--setra", "8192"][..], &["--setro"]] {
+            testkit::ok(Command::new("blockdev").args(flags).arg(&device));
+        }
         rig.detach(&volume).await;
         let published = rig.attach(&volume).await;
         let next = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");

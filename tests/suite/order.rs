@@ -9,13 +9,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use csi_client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::loopdev::LoopDevice;
-use tonic::Code;
 
 use crate::faults::Disk;
 use testkit::order::{WRITER_BYTES, Writers, group_image, image, violations};
-use testkit::{MIB, PoolKind, Rig, new_volume_from};
+use testkit::prelude::*;
 
 const WRITERS: u64 = 4;
 const CAPACITY: u64 = WRITERS * WRITER_BYTES;

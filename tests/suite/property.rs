@@ -8,16 +8,13 @@
 
 use std::collections::BTreeSet;
 
-use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestCaseError, TestRunner};
 use tokio::runtime::Runtime;
-use tonic::Code;
 
 use testkit::cluster::key_of;
-use testkit::content::{Content, blocks_of};
+use testkit::prelude::*;
 use testkit::subject::Subject;
-use testkit::{BLOCK, GIB, PoolKind, code};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;

@@ -1,14 +1,13 @@
 //! A reboot, and a restart in a new mount namespace, where earlier mounts are not visible.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::sweep;
+use tempfile::TempDir;
 
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, driver_command, leftovers, swept_dir, wait};
+use testkit::prelude::*;
+use testkit::{STARTED_BY, leftovers, temp_dir};
 
 /// Seen in other drivers: after a reboot the loop devices are gone and publish fails. The test removes all devices and
 /// mounts, including the pool's, and keeps the records.
@@ -33,9 +32,7 @@ async fn every_volume_comes_back_after_a_reboot(rig: Rig<pool>) {
     let before = content.clone();
     content.write(&device, 1000, 1, 2);
     let second = rig.snapshot("after", &raw).await;
-    let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-    let changed = testkit::content::blocks_of(&delta, 4096);
-    assert_eq!(changed, content.changed_since(&before, 4096));
+    assert_eq!(rig.changed(&first, &second).await, content.changed_since(&before, BLOCK));
     rig.detach(&raw).await;
     for (volume, capability, fs_type) in &files {
         let target = rig.publish(volume, capability.clone()).await;
@@ -51,112 +48,66 @@ async fn every_volume_comes_back_after_a_reboot(rig: Rig<pool>) {
     rig.delete(&raw).await;
 }
 
-/// The command of a driver in its own mount namespace, after a shell has run `prepare` there. The mounts of other tests are
-/// unmounted in the namespace, since a filesystem stays as long as any namespace has it mounted.
-pub fn driver_in_namespace(dir: &Path, pool: PoolKind, prepare: &str) -> Command {
-    let driver = driver_command(dir, pool);
-    let own = dir.display();
-    let script = format!(
+/// What starts a driver in its own mount namespace, as in a container, after a shell has run `prepare` there: see [`STARTED_BY`]. When it
+/// is killed its mounts are gone, but its devices stay. The mounts of other tests are unmounted in the namespace, since a
+/// filesystem stays as long as any namespace has it mounted.
+pub fn in_namespace(dir: &Path, prepare: &str) -> String {
+    let (own, script) = (dir.display(), dir.join("prepare.sh"));
+    let text = format!(
         "grep -oE '/[^ ]*/deltapath-(run|test|demo)-[^ ]*/[^ ]*' /proc/self/mounts | grep -v '^{own}/' | xargs -r umount -l 2>/dev/null || true
         {prepare}
-        exec \"$@\""
+        exec \"$@\"
+        "
     );
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--propagation", "private", "--", "sh", "-e", "-c", &script, "sh"]);
-    command.arg(driver.get_program()).args(driver.get_args()).env_remove("CSI_ENDPOINT").stdin(Stdio::null());
-    command
+    std::fs::write(&script, text).expect("write");
+    format!("unshare --mount --propagation private -- sh -e {}", script.display())
 }
 
-/// A driver in its own mount namespace, as in a container. When it is killed its mounts are gone, but its devices stay.
-pub struct Secluded {
-    dir: PathBuf,
-    pub child: Child,
+/// A driver there.
+pub async fn secluded(dir: TempDir, pool: PoolKind, prepare: &str) -> Rig {
+    let environment = vec![(STARTED_BY, in_namespace(dir.path(), prepare).into())];
+    Rig::start_as(dir, pool, &[], environment, "info").await
 }
 
-impl Secluded {
-    async fn start(dir: &Path, pool: PoolKind) -> (Self, Client) {
-        Self::start_after(dir, pool, "").await
-    }
-
-    /// The same after a shell has run `prepare` in its namespace.
-    pub async fn start_after(dir: &Path, pool: PoolKind, prepare: &str) -> (Self, Client) {
-        let log =
-            std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
-        let child = driver_in_namespace(dir, pool, prepare)
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .expect("unshare");
-        let secluded = Secluded { dir: dir.to_owned(), child };
-        let client = Client::connect(&dir.join("csi.sock"), Duration::from_secs(30)).await.expect("connect");
-        (secluded, client)
-    }
-
-    /// A path as the driver sees it.
-    pub fn inside(&self, path: &Path) -> PathBuf {
-        let root = PathBuf::from(format!("/proc/{}/root", self.child.id()));
-        root.join(path.strip_prefix("/").expect("absolute"))
-    }
-}
-
-impl Drop for Secluded {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("{}", std::fs::read_to_string(self.dir.join("driver.log")).unwrap_or_default());
-        }
-    }
+/// A path as a secluded driver sees it.
+pub fn inside(rig: &Rig, path: &Path) -> PathBuf {
+    let root = PathBuf::from(format!("/proc/{}/root", rig.pid()));
+    root.join(path.strip_prefix("/").expect("absolute"))
 }
 
 /// A container restarts. The next driver sees none of the mounts of the driver before, and finds the devices by the inodes
 /// of their files.
 #[apply(every_pool)]
 async fn every_volume_comes_back_in_another_mount_namespace(pool: PoolKind) {
-    let (dir, _swept) = swept_dir();
-    let kubelet = dir.path().join("kubelet");
-    let (secluded, mut client) = Secluded::start(dir.path(), pool).await;
-    let request = new_volume("raw", 8 * MIB, block_capability());
-    let raw = client.create_volume(request).await.expect("create").volume_id;
-    let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
+    let mut rig = secluded(temp_dir(), pool, "").await;
+    let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
     let mut content = Content::default();
-    content.write(&secluded.inside(&device), 7, 30, 1);
+    content.write(&inside(&rig, &device), 7, 30, 1);
     let mut files = Vec::new();
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = client.create_volume(request).await.expect("create").volume_id;
-        let target = client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-        std::fs::write(secluded.inside(&target).join("file"), fs_type).expect("write");
+        let (volume, target) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
+        std::fs::write(inside(&rig, &target).join("file"), fs_type).expect("write");
         files.push((volume, capability, fs_type));
     }
-    let first = client.create_snapshot("before", &raw).await.expect("snapshot").snapshot_id;
-    assert!(
-        leftovers(dir.path()).iter().all(|left| left.starts_with("/dev/")),
-        "its mounts are seen outside"
-    );
-    drop(secluded);
-
-    let (mut secluded, mut client) = Secluded::start(dir.path(), pool).await;
-    let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
-    content.assert_equals(&secluded.inside(&device), 0, 2048);
+    let first = rig.snapshot("before", &raw).await;
+    let left = leftovers(rig.dir.path());
+    assert!(left.iter().all(|left| left.starts_with("/dev/")), "its mounts are seen outside: {left:?}");
+    rig.crash().await;
+    let device = rig.attach(&raw).await;
+    content.assert_equals(&inside(&rig, &device), 0, 2048);
     let before = content.clone();
-    content.write(&secluded.inside(&device), 500, 2, 3);
-    let second = client.create_snapshot("after", &raw).await.expect("snapshot").snapshot_id;
-    let delta = client.delta(&first, &second, 0, 0).await.expect("delta");
-    let changed = testkit::content::blocks_of(&delta, 4096);
-    assert_eq!(changed, content.changed_since(&before, 4096));
-    client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    content.write(&inside(&rig, &device), 500, 2, 3);
+    let second = rig.snapshot("after", &raw).await;
+    assert_eq!(rig.changed(&first, &second).await, content.changed_since(&before, BLOCK));
+    rig.detach(&raw).await;
     for (volume, capability, fs_type) in &files {
-        let target = client.publish(volume, capability.clone(), false, &kubelet).await.expect("publish");
-        let seen = std::fs::read(secluded.inside(&target).join("file")).expect("read");
-        assert_eq!(seen, fs_type.as_bytes());
-        client.unpublish(volume, &kubelet).await.expect("unpublish");
+        let target = rig.publish(volume, capability.clone()).await;
+        assert_eq!(std::fs::read(inside(&rig, &target).join("file")).expect("read"), fs_type.as_bytes());
+        rig.detach(volume).await;
     }
-    testkit::no_device_left(&dir.path().join("data/pool"));
-    testkit::signal(secluded.child.id(), nix::sys::signal::Signal::SIGTERM);
-    assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
-    testkit::nothing_left(dir.path());
+    testkit::no_device_left(&rig.pool_dir());
+    rig.finish();
 }
 
 /// A process that is being started has a copy of all that is open, and a new mount namespace one of all that is mounted. What they hold

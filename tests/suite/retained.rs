@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use base::{BlockRange, ObjectDir};
 use cbt::{MapFile, MapWriter};
-use csi_client::{block_capability, from_snapshot, new_volume};
 use deltapath::sys::btrfs::{self, WrittenSince};
-use tonic::Code;
 
-use crate::faults::{compared, hashed, live, until, without_skip};
-use testkit::content::{Content, blocks_of};
+use crate::faults::{compared, hashed, until, verify as is_sound, without_skip};
 use testkit::places::Disk;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, members, said, signal, verify, wait};
+use testkit::prelude::*;
+use testkit::{leftovers, members, said, signal, verify, wait};
 
 /// What backup tools do: take a snapshot, back up the changes since the last one, delete that one, and repeat. Each delta is
 /// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on
@@ -29,8 +27,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
             rig.crash().await;
         }
         if round == 4 {
-            assert!(rig.terminate().success());
-            rig.start_again().await;
+            rig.restart().await;
         }
         let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
         assert_eq!(
@@ -38,16 +35,16 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(rig: Rig<pool>) {
             content.changed_since(&base.1, BLOCK),
             "{pool:?} {round}"
         );
-        let changed = MapFile::open(&live(&rig, &target).changed()).expect("changed");
+        let changed = MapFile::open(&rig.snapshot_dir(&target).changed()).expect("changed");
         let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
         assert_eq!(built_on.snapshot.as_str(), base.0);
-        let freed = live(&rig, &base.0);
+        let freed = rig.snapshot_dir(&base.0);
         until("the data of the one before is freed", || !freed.bytes().exists()).await;
         rig.client.delete_snapshot(&target).await.expect("delete");
         base = (target, content.clone());
     }
     // Only a pool that compares bytes keeps those of the newest.
-    let newest = live(&rig, &base.0);
+    let newest = rig.snapshot_dir(&base.0);
     hashed(&rig, &[&base.0]).await;
     until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
     rig.delete(&volume).await;
@@ -117,9 +114,8 @@ async fn what_is_of_no_use_takes_nobodys_place() {
     rig.delete(&volume).await;
     rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
     rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
-    let list =
-        rig.client.delta(&taken[0].0, &taken[1].0, 0, 0).await.expect("it is the newest that is of use");
-    assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&taken[0].1, BLOCK));
+    // It is the newest that is of use.
+    assert_eq!(rig.changed(&taken[0].0, &taken[1].0).await, content.changed_since(&taken[0].1, BLOCK));
     rig.detach_and_finish(&other).await;
 }
 
@@ -147,7 +143,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
         content.write(&device, start, 4096, 1);
     }
     let first = rig.snapshot("first", &volume).await;
-    let pending = MapFile::open(&live(&rig, &first).pending()).and_then(|map| map.count());
+    let pending = MapFile::open(&rig.snapshot_dir(&first).pending()).and_then(|map| map.count());
     rig.kill();
     assert_eq!(pending.expect("pending"), 131_072, "{pool:?}: nothing is hashed when the call returns");
     rig.start_again().await;
@@ -159,8 +155,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: while it is being hashed");
     compared(&rig, &[&first, &second]).await;
     assert_eq!(rig.changed(&first, &second).await, expected, "{pool:?}: when it is hashed");
-    let seen = verify(&rig.data_dir());
-    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    is_sound(&rig);
     rig.detach(&volume).await;
     assert!(rig.terminate().success());
     // Without a driver it mounts the pool itself.
@@ -174,13 +169,20 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     rig.finish();
 }
 
-/// Flips one bit of a file.
 pub fn flip(path: &Path, at: u64) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::options().read(true).write(true).open(path).expect("open");
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).expect("read");
     file.write_all_at(&[byte[0] ^ 4], at).expect("write");
+}
+
+/// The damage that `verify` reports.
+pub fn damage(rig: &Rig) -> Vec<serde_json::Value> {
+    let seen = verify(&rig.data_dir());
+    assert_eq!(seen.status.code(), Some(1));
+    let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
+    report["damage"].as_array().expect("a list").clone()
 }
 
 /// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
@@ -197,7 +199,8 @@ async fn a_flipped_bit_changes_no_answer(rig: Rig<pool>) {
     compared(&rig, &[&base, &target]).await;
     let expected = after.changed_since(&before, BLOCK);
     let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
-    let files: Vec<PathBuf> = [&base, &target].into_iter().flat_map(|id| files(live(&rig, id))).collect();
+    let files: Vec<PathBuf> =
+        [&base, &target].into_iter().flat_map(|id| files(rig.snapshot_dir(id))).collect();
     for path in files {
         let sound = std::fs::read(&path).expect("read");
         for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
@@ -228,12 +231,11 @@ async fn zeroed_space_that_was_read_is_a_hole(rig: Rig<pool>) {
         taken.push((id, content.clone()));
     }
     let ((base, before), (target, after)) = (&taken[0], &taken[3]);
-    let dir = live(&rig, target);
+    let dir = rig.snapshot_dir(target);
     compared(&rig, &[target]).await;
     let read = || std::fs::read(dir.data()).expect("read");
     read();
-    let seen = verify(&rig.data_dir());
-    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    is_sound(&rig);
     read();
     flip(&dir.allocated(), 0);
     let changed = after.changed_since(before, BLOCK);
@@ -258,30 +260,26 @@ async fn damage_that_can_not_be_mended_is_reported(rig: Rig<Btrfs>) {
     content.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;
     compared(&rig, &[&base, &target]).await;
-    let changed = live(&rig, &target).changed();
+    let changed = rig.snapshot_dir(&target).changed();
     rig.client.delete_snapshot(&base).await.expect("delete");
-    let gone = live(&rig, &base);
+    let gone = rig.snapshot_dir(&base);
     until("freed", || !gone.bytes().exists()).await;
     // Without `changed` all blocks are compared, by hash, since the base has no data.
     flip(&changed, 0);
-    let list = rig.client.delta(&base, &target, 0, 0).await.expect("by hashes");
-    assert_eq!(blocks_of(&list, BLOCK), (50..70).collect::<Vec<u64>>());
+    assert_eq!(rig.changed(&base, &target).await, (50..70).collect::<Vec<u64>>());
     for path in [gone.hashes(), gone.allocated(), gone.pending()] {
         let sound = std::fs::read(&path).expect("read");
         let at = if path == gone.pending() { sound.len() - 20 } else { 40 };
         flip(&path, at as u64);
-        let refused = rig.client.delta(&base, &target, 0, 0).await.expect_err("nothing to tell from");
-        assert_eq!(refused.code(), Code::FailedPrecondition, "{}: {refused}", path.display());
-        assert!(refused.to_string().contains("GetMetadataAllocated"), "{refused}");
+        println!("{}", path.display());
+        let refused = rig.client.delta(&base, &target, 0, 0).await;
+        is_refused(refused, Code::FailedPrecondition, &["GetMetadataAllocated"]);
         std::fs::write(&path, &sound).expect("restore");
     }
     let told = said(&verify(&rig.data_dir()));
     assert!(told.contains("changed.map"), "{told}");
-    flip(&live(&rig, &target).data(), 100 * BLOCK + 5);
-    let seen = verify(&rig.data_dir());
-    assert_eq!(seen.status.code(), Some(1));
-    let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
-    let damage = report["damage"].as_array().expect("a list");
+    flip(&rig.snapshot_dir(&target).data(), 100 * BLOCK + 5);
+    let damage = damage(&rig);
     let found = damage.iter().find(|damage| damage["start"] == 100 * BLOCK).expect("the range");
     assert_eq!((found["snapshot"].as_str(), &found["end"]), (Some(target.as_str()), &(101 * BLOCK).into()));
     rig.detach(&volume).await;
@@ -305,8 +303,7 @@ async fn a_restore_between_two_snapshots_hides_no_change(rig: Rig<pool>) {
     let first = rig.snapshot("its first", &restored).await;
     assert_eq!(rig.allocated(&first).await, theirs.allocated(BLOCK), "{pool:?}");
     hashed(&rig, &[&first]).await;
-    let seen = verify(&rig.data_dir());
-    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    is_sound(&rig);
     rig.detach(&volume).await;
     rig.detach(&restored).await;
 }
@@ -369,10 +366,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
                 let flags = ["--data-dir", data_dir.to_str().expect("a plain path")];
                 let mut rig = Rig::start_with(PoolKind::Btrfs, &flags, "info").await;
                 assert!(!data_dir.join("pool.img").exists(), "not in place");
-                let mut request = new_volume("volume", 64 * MIB, block_capability());
-                request.parameters.insert("blockSize".into(), "64Ki".into());
-                let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-                let device = rig.attach(&volume).await;
+                let (volume, device) = rig.block_volume_of("volume", 64 * MIB, "64Ki").await;
                 let mut before = Content::default();
                 before.write(&device, 0, 64, 1);
                 let base = rig.snapshot("base", &volume).await;

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, delta_of, mount_capability, new_volume, stage_of};
-use proto::volume_capability::AccessType;
+use csi_client::delta_of;
 
-use testkit::{MIB, PoolKind, Rig, requests};
+use testkit::mount_with;
+use testkit::prelude::*;
 
 const SECRET: &str = "hunter2-do-not-print";
 
@@ -37,10 +37,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     create.parameters = HashMap::from([("blockSize".to_owned(), "17".to_owned())]);
     errors.push(rig.client.create_volume(create).await.expect_err("bad blockSize").to_string());
 
-    let mut mounted = mount_capability("ext4");
-    if let Some(AccessType::Mount(mount)) = &mut mounted.access_type {
-        mount.mount_flags = vec!["noatime".to_owned(), format!("context={SECRET}")];
-    }
+    let mounted = mount_with("ext4", &["noatime", &format!("context={SECRET}")]);
     let filesystem = rig.volume("mounted", 8 * MIB, mounted.clone()).await;
 
     let snapshot = proto::CreateSnapshotRequest {

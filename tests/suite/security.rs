@@ -4,13 +4,12 @@ use std::collections::HashSet;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use csi_client::from_volume;
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use proto::GetMetadataAllocatedRequest;
-use tonic::Code;
 
-use testkit::content::{Content, block_bytes};
-use testkit::{BLOCK, MIB, PoolKind, Rig, files_below, narrow_client, paths_below, requests, status_code};
+use testkit::content::block_bytes;
+use testkit::prelude::*;
+use testkit::{files_below, narrow_client, paths_below};
 
 /// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
 #[apply(every_pool)]
@@ -109,7 +108,7 @@ async fn streams_are_capped() {
             let request = GetMetadataAllocatedRequest { snapshot_id: snapshot.clone(), ..Default::default() };
             match client.get_metadata_allocated(request).await {
                 Ok(stream) => open.push(stream),
-                refused => break 'connections status_code(refused),
+                refused => break 'connections code(refused),
             }
         }
         assert!(open.len() < 1100, "{} streams are open", open.len());
@@ -147,8 +146,7 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
 async fn a_request_of_more_than_4_mib_is_refused(rig: Rig<Dir>) {
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
         let request = requests::snapshot("x".repeat(length));
-        let answer =
-            rig.client.controller.get_snapshot(request).await.map(drop).expect_err("no such snapshot");
+        let answer = rig.client.controller.get_snapshot(request).await.expect_err("no such snapshot");
         assert_eq!(answer.code(), code, "{length} bytes");
         assert!(answer.message().len() < 4096, "a message of {} bytes", answer.message().len());
     }

@@ -7,8 +7,7 @@ use serde_json::Value;
 
 use deltapath::sys::slots;
 
-use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, requests};
+use testkit::prelude::*;
 
 /// Files of a driver with every kind of object, by corpus and name of the seed.
 async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {

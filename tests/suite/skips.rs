@@ -6,10 +6,9 @@ use base::ObjectDir;
 use cbt::{MapFile, MapWriter, SegmentIndex};
 
 use crate::faults::versions::later_map;
-use crate::faults::{live, until};
-use crate::retained::flip;
-use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, verify};
+use crate::faults::{until, verify};
+use crate::retained::{damage, flip};
+use testkit::prelude::*;
 
 /// The snapshots of a chain: what each holds, by its place.
 type Chain = BTreeMap<u64, (String, Content)>;
@@ -32,7 +31,7 @@ fn found(rig: &Rig, chain: &Chain) -> BTreeMap<(u64, u32), String> {
     let mut skips = BTreeMap::new();
     for (place, (id, _)) in chain {
         for level in ObjectDir::SKIPS {
-            if let Ok(map) = MapFile::open(&live(rig, id).skip(level)) {
+            if let Ok(map) = MapFile::open(&rig.snapshot_dir(id).skip(level)) {
                 let relation = map.header().relative_to.clone().expect("a relation");
                 skips.insert((*place, level), relation.snapshot.to_string());
             }
@@ -51,9 +50,8 @@ async fn settled(rig: &Rig, chain: &Chain) {
 async fn exact(rig: &mut Rig, chain: &Chain, from: u64, what: &str) {
     for (base, (base_id, before)) in chain {
         for (target, (target_id, after)) in chain.range(base + from..) {
-            let list = rig.client.delta(base_id, target_id, 0, 0).await.expect("delta");
             let changed = after.changed_since(before, BLOCK);
-            assert_eq!(blocks_of(&list, BLOCK), changed, "{what}: from {base} to {target}");
+            assert_eq!(rig.changed(base_id, target_id).await, changed, "{what}: from {base} to {target}");
         }
     }
 }
@@ -82,7 +80,7 @@ async fn a_delta_over_a_long_chain_is_exact_whatever_becomes_of_its_skip_maps(po
     rig.kill();
     let skips: Vec<_> = wanted(&chain).into_keys().collect();
     for (number, (place, level)) in skips.iter().enumerate() {
-        let path = live(&rig, &chain[place].0).skip(*level);
+        let path = rig.snapshot_dir(&chain[place].0).skip(*level);
         match number % 3 {
             0 => std::fs::remove_file(&path).expect("remove"),
             1 => flip(&path, std::fs::metadata(&path).expect("stat").len() - 1),
@@ -92,14 +90,14 @@ async fn a_delta_over_a_long_chain_is_exact_whatever_becomes_of_its_skip_maps(po
     rig.start_again().await;
     exact(&mut rig, &chain, 6, "while they are made again").await;
     settled(&rig, &chain).await;
-    assert!(verify(&rig.data_dir()).status.success(), "sound");
+    verify(&rig);
     // Each payload is damaged: only a part of the map is not believed.
     for (place, level) in &skips {
-        flip(&live(&rig, &chain[place].0).skip(*level), 0);
+        flip(&rig.snapshot_dir(&chain[place].0).skip(*level), 0);
     }
     exact(&mut rig, &chain, 6, "damaged").await;
     for (place, level) in &skips {
-        later_map(&live(&rig, &chain[place].0).skip(*level));
+        later_map(&rig.snapshot_dir(&chain[place].0).skip(*level));
     }
     exact(&mut rig, &chain, 6, "of a later version").await;
     rig.detach_and_finish(&volume).await;
@@ -115,7 +113,7 @@ async fn verify_finds_a_block_that_a_map_lacks(rig: Rig<Xfs>) {
         chain.insert(place, (rig.snapshot(&format!("snapshot {place}"), &volume).await, content.clone()));
     }
     settled(&rig, &chain).await;
-    let dir = live(&rig, &chain[&8].0);
+    let dir = rig.snapshot_dir(&chain[&8].0);
     for (path, lacking) in [(dir.skip(2), 60), (dir.skip(1), 71), (dir.changed(), 80)] {
         let sound = std::fs::read(&path).expect("read");
         let map = MapFile::open(&path).expect("open");
@@ -125,16 +123,13 @@ async fn verify_finds_a_block_that_a_map_lacks(rig: Rig<Xfs>) {
         let mut writer = MapWriter::create(&path, map.header().clone()).expect("create");
         writer.insert_segment(SegmentIndex(0), members).expect("insert");
         writer.finish().expect("finish");
-        let seen = verify(&rig.data_dir());
-        assert_eq!(seen.status.code(), Some(1));
-        let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
-        let damage = report["damage"].as_array().expect("a list");
+        let damage = damage(&rig);
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
         assert_eq!(damage.len(), 1, "{damage:?}");
         assert_eq!(damage[0]["start"], u64::from(lacking) * BLOCK, "{damage:?}");
         assert!(damage[0]["what"].as_str().is_some_and(|what| what.contains(&name)), "{damage:?}");
         std::fs::write(&path, &sound).expect("restore");
     }
-    assert!(verify(&rig.data_dir()).status.success(), "sound again");
+    verify(&rig);
     rig.detach(&volume).await;
 }

@@ -5,13 +5,10 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
-use tonic::Code;
+use deltapath::sys::program::run;
 
-use testkit::content::{Content, open_device};
-use testkit::{
-    BLOCK, Beside, GIB, MIB, PoolKind, Rig, code, names, new_volume_from, requests, set_state, state_of,
-};
+use testkit::prelude::*;
+use testkit::{Beside, set_frozen};
 
 /// Seen in other drivers: a buffered write to the open device is missing in the snapshot, because nothing was flushed.
 #[apply(every_pool)]
@@ -64,42 +61,35 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(rig: Rig<pool>) {
 #[case::xfs_on_xfs(PoolKind::Xfs, "xfs")]
 async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind, #[case] fs_type: &str) {
     let mut rig = Rig::start(pool).await;
-    let request = new_volume("files", 300 * MIB, mount_capability(fs_type));
-    let volume = rig.client.create_volume(request).await.expect("create");
-    let target = rig.publish(&volume.volume_id, mount_capability(fs_type)).await;
+    let (volume, target) = rig.published("files", 300 * MIB, mount_capability(fs_type)).await;
     // A buffered write to the mounted filesystem.
     File::create(target.join("hello")).and_then(|mut file| file.write_all(b"world")).expect("write");
-    let snapshot = rig.snapshot("live", &volume.volume_id).await;
+    let snapshot = rig.snapshot("live", &volume).await;
     std::fs::write(target.join("hello"), b"overwritten").expect("write");
 
     // Restored as a device, as a backup tool reads it.
     let (block, device) = rig.volume_from("as block", 300 * MIB, from_snapshot(&snapshot)).await;
-    let found =
-        deltapath::sys::program::run("blkid", &["-p", "-o", "value", "-s", "TYPE"], &device, |code| {
-            code == 0
-        });
+    let found = run("blkid", &["-p", "-o", "value", "-s", "TYPE"], &device, |code| code == 0);
     assert_eq!(String::from_utf8_lossy(&found.expect("blkid").stdout).trim(), fs_type);
     if fs_type == "ext4" {
-        let check = deltapath::sys::program::run("fsck.ext4", &["-n", "-f"], &device, |code| code == 0);
-        check.expect("a clean filesystem");
+        testkit::fsck("ext4", &device);
     }
     let allocated = rig.client.allocated(&snapshot, 0, 0).await.expect("metadata of a Filesystem snapshot");
     assert!(allocated.bytes() > 0 && allocated.bytes() < 150 << 20);
     rig.detach(&block).await;
 
     // Restored as a filesystem, mounted beside its source.
-    let request = new_volume_from("as files", 300 * MIB, mount_capability(fs_type), from_snapshot(&snapshot));
-    let restored = rig.client.create_volume(request).await.expect("create");
-    let beside = rig.publish(&restored.volume_id, mount_capability(fs_type)).await;
+    let capability = mount_capability(fs_type);
+    let restored = rig.made_from("as files", 300 * MIB, capability.clone(), from_snapshot(&snapshot)).await;
+    let beside = rig.publish(&restored, capability).await;
     assert_eq!(std::fs::read(beside.join("hello")).expect("read"), b"world");
-    for id in [&restored.volume_id, &volume.volume_id] {
+    for id in [&restored, &volume] {
         rig.detach(id).await;
     }
     if fs_type == "xfs" {
         // Unpublished only now: a frozen xfs keeps its log dirty, so that a mount removes files that were unlinked while open.
-        let image = rig.volume_dir(&restored.volume_id).data();
-        let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
-        check.expect("a clean filesystem");
+        let image = rig.volume_dir(&restored).data();
+        run("xfs_repair", &["-n", "-f"], &image, |code| code == 0).expect("a clean filesystem");
     }
     rig.finish();
 }
@@ -137,7 +127,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(rig: Rig<pool
     rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete again");
     rig.client.delete_snapshot("../unknown").await.expect("an unknown id");
     let get = requests::snapshot(taken.snapshot_id);
-    assert_eq!(rig.client.controller.get_snapshot(get).await.expect_err("gone").code(), Code::NotFound);
+    assert_eq!(code(rig.client.controller.get_snapshot(get).await), Code::NotFound);
 }
 
 /// Seen in other drivers: a snapshot that fails leaves its file behind, and each retry leaves another.
@@ -196,10 +186,9 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(rig: Rig<pool>) {
                 assert!(first == last || first == last + 1, "torn: {first} then {last}");
                 rig.detach(&restored).await;
             }
-            Err(error) => {
-                assert_eq!(pool, PoolKind::Dir, "a clone is one step: {error}");
-                assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
-                assert!(error.to_string().contains("written during"), "{error}");
+            refused => {
+                assert_eq!(pool, PoolKind::Dir, "a clone is one step: {refused:?}");
+                is_refused(refused, Code::FailedPrecondition, &["written during"]);
             }
         }
     }
@@ -253,10 +242,7 @@ async fn a_freeze_is_undone_by_whoever_made_it(rig: Rig<pool>) {
     // What a driver leaves that is killed during a freeze: the record on disk, and the frozen filesystem.
     rig.kill();
     freeze(&target, "--freeze");
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
-    let mut state = state_of(&rig.pool_dir(), &volume);
-    state["frozen"] = boot.trim().into();
-    set_state(&rig.pool_dir(), &volume, state);
+    set_frozen(&rig.pool_dir(), &volume);
     // Another filesystem is mounted over the first of its mounts.
     let covered = kubelet.join(&volume).join("staging");
     let none = deltapath::sys::mount::Flags::empty();
@@ -285,9 +271,8 @@ async fn a_hidden_filesystem_is_frozen_where_it_is_seen(rig: Rig<Xfs>) {
     std::fs::write(target.join("file"), "never synced").expect("write");
     let snapshot = rig.snapshot("seen at its target", &volume).await;
     cover(&target);
-    let refused = rig.client.create_snapshot("seen nowhere", &volume).await.expect_err("hidden");
-    assert!(refused.to_string().contains("unmount that first"), "{refused}");
-    assert_eq!(code::<()>(Err(refused)), Code::FailedPrecondition);
+    let refused = rig.client.create_snapshot("seen nowhere", &volume).await;
+    is_refused(refused, Code::FailedPrecondition, &["unmount that first"]);
     for place in [&staging, &target] {
         deltapath::sys::mount::unmount_top(place).expect("uncover it");
     }
@@ -336,9 +321,7 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else(rig: Ri
     let mut controller = rig.client.controller.clone();
     for refused in [request("refused", &[&elsewhere], &[]), request("refused", &[&elsewhere], &[&elsewhere])]
     {
-        let status = controller.create_snapshot(refused).await.expect_err("it is made where its volume is");
-        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
-        assert!(status.message().contains("node-1"), "{status}");
+        is_refused(controller.create_snapshot(refused).await, Code::ResourceExhausted, &["node-1"]);
     }
     assert!(testkit::names(&rig.pool_dir().join("snapshots")).is_empty(), "a refused call made something");
     assert!(testkit::names(&rig.pool_dir().join("staging")).is_empty(), "a refused call left something");
@@ -355,18 +338,17 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else(rig: Ri
         }
     }
     // A snapshot that an earlier call made can only be used here too.
-    let status = controller.create_snapshot(request("here", &[&elsewhere], &[])).await.expect_err("here");
-    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    let refused = controller.create_snapshot(request("here", &[&elsewhere], &[])).await;
+    assert_eq!(code(refused), Code::ResourceExhausted);
 
     let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
     let get = proto::GetVolumeGroupSnapshotRequest {
         group_snapshot_id: group.group_snapshot_id.clone(),
-        snapshot_ids: group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect(),
+        snapshot_ids: testkit::members(&group),
         ..Default::default()
     };
     let again = rig.client.groups.get_volume_group_snapshot(get).await.expect("get").into_inner();
-    let list = controller.list_snapshots(proto::ListSnapshotsRequest::default()).await.expect("list");
-    let list: Vec<_> = list.into_inner().entries.into_iter().filter_map(|entry| entry.snapshot).collect();
+    let list = rig.client.snapshots().await.expect("ListSnapshots");
     assert_eq!(list.len(), 6);
     for snapshot in
         group.snapshots.iter().chain(&again.group_snapshot.expect("a group").snapshots).chain(&list)

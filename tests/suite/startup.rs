@@ -4,14 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, mount_capability};
-use proto::ListVolumesRequest;
-use tonic::Code;
-
 #[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders};
+use testkit::prelude::*;
 use testkit::running::Running;
-use testkit::{MIB, PoolKind, Rig, driver_command, names, requests, swept_dir};
+use testkit::{driver_command, swept_dir};
 
 /// Runs a driver that must refuse to start, and returns its messages.
 pub fn refused(command: &mut Command) -> String {
@@ -131,14 +128,10 @@ async fn a_record_cut_short_does_not_stop_the_driver(rig: Rig<pool>) {
     for length in [0, bytes.len() / 2] {
         std::fs::write(&record, &bytes[..length]).expect("write");
         rig.start_again().await;
-        let request = ListVolumesRequest::default();
-        let listed = rig.client.controller.list_volumes(request).await.expect("list").into_inner();
-        let listed: Vec<String> =
-            listed.entries.into_iter().map(|entry| entry.volume.expect("volume").volume_id).collect();
-        assert_eq!(listed, [ids[0].clone()]);
+        assert_eq!(crate::faults::listed(&rig).await.0, [ids[0].clone()]);
         assert!(rig.log().contains(&ids[1]), "the damaged record is not named in the log");
-        let error = rig.client.delete_volume(&ids[1]).await.expect_err("neither served nor gone");
-        assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
+        // Neither served nor gone.
+        is_refused(rig.client.delete_volume(&ids[1]).await, Code::Internal, &["record.json"]);
         // A kill, so that the pool stays mounted and the record can be changed.
         rig.kill();
     }
@@ -191,10 +184,9 @@ async fn a_record_that_cannot_be_read_keeps_no_pod_from_ending(
 /// attached, and the next start uses it instead of attaching it again.
 #[apply(device_test)]
 async fn a_start_finds_the_pool_that_a_dead_driver_left(rig: Rig<Xfs>) {
-    let attached = || deltapath::sys::sweep::devices_below(rig.dir.path()).expect("devices").len();
-    assert_eq!(attached(), 1, "the pool's device");
     let dir = rig.dir.path().to_owned();
     let attached = || deltapath::sys::sweep::devices_below(&dir).expect("devices").len();
+    assert_eq!(attached(), 1, "the pool's device");
     let volume = rig.volume("kept", MIB, block_capability()).await;
     for _ in 0..3 {
         rig.crash().await;
@@ -205,8 +197,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left(rig: Rig<Xfs>) {
     testkit::no_device_left(rig.dir.path());
     rig.start_again().await;
     rig.attach(&volume).await;
-    let status = rig.terminate();
-    assert!(status.success());
+    assert!(rig.terminate().success());
     assert_eq!(attached(), 2, "a volume in use keeps its device and its pool");
     rig.start_again().await;
     assert_eq!(attached(), 2);

@@ -6,13 +6,15 @@ use std::time::Duration;
 #[cfg(feature = "failpoints")]
 use csi_client::delta_of;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
-use tonic::{Code, Request};
+use proto::{
+    GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest, GetMetadataDeltaResponse,
+};
+use tonic::{Request, Streaming};
 
-use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, eventually, names, narrow_client};
+use testkit::prelude::*;
+use testkit::{eventually, narrow_client};
 
-use crate::faults::{is_hashed, live, until};
+use crate::faults::hashed;
 
 /// Two snapshots. Between them every block was rewritten with the same bytes, and only the last one changed. So a delta
 /// compares everything and finds a difference only at the end, which a client that gets `OK` too early would miss.
@@ -35,6 +37,15 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
     let second = rig.snapshot("second", &volume).await;
     rig.detach(&volume).await;
     (first, second, (blocks - 1) * BLOCK)
+}
+
+/// Reads a stream of a delta to its end: where its tuples begin.
+async fn rest(stream: &mut Streaming<GetMetadataDeltaResponse>) -> Vec<u64> {
+    let mut found = Vec::new();
+    while let Some(message) = stream.message().await.expect("message") {
+        found.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64));
+    }
+    found
 }
 
 /// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`, and an incomplete backup seems complete.
@@ -155,9 +166,7 @@ async fn a_gone_client_leaves_no_stream_behind() {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
     let (first, second, _) = needle(&mut rig, 256).await;
     // Hashing opens files too.
-    for id in [&first, &second] {
-        until("hashed", || is_hashed(&live(&rig, id))).await;
-    }
+    hashed(&rig, &[&first, &second]).await;
     let before = open_files(rig.pid());
     for round in 0..60 {
         let allocated = GetMetadataAllocatedRequest { snapshot_id: first.clone(), ..Default::default() };
@@ -250,11 +259,7 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots(pool: PoolKind, #[value
         tuples += message.block_metadata.len();
     }
     assert_eq!(tuples, 65536);
-    let mut found = Vec::new();
-    while let Some(message) = delta.message().await.expect("message") {
-        found.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64));
-    }
-    assert_eq!(found, [last]);
+    assert_eq!(rest(&mut delta).await, [last]);
     rig.finish();
 }
 
@@ -289,12 +294,7 @@ async fn large_blocks_take_no_more_memory(rig: Rig<Xfs>) {
         let request = delta_of(&first, &second);
         let mut client = rig.client.metadata.clone();
         streams.spawn(async move {
-            let mut stream = client.get_metadata_delta(request).await.expect("opened").into_inner();
-            let mut tuples = 0;
-            while let Some(message) = stream.message().await.expect("message") {
-                tuples += message.block_metadata.len();
-            }
-            tuples
+            rest(&mut client.get_metadata_delta(request).await.expect("opened").into_inner()).await.len()
         });
     }
     let mut answers = Vec::new();
@@ -343,12 +343,9 @@ async fn a_thousand_stalled_streams_share_a_bounded_memory(#[case] mibs: i64) {
     };
     let most = most_memory_of(rig.pid(), opened).await;
     assert!(most < idle + STREAMS_MEMORY, "{} MiB more for 1024 streams", (most - idle) >> 20);
-    let mut tuples = Vec::new();
     let mut last = stalled.pop().expect("streams");
-    while let Some(message) = last.message().await.expect("message") {
-        tuples.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64 / BLOCK));
-    }
-    assert_eq!(tuples, (0..mibs as u64 * 256).step_by(2).collect::<Vec<_>>());
+    let every_other = (0..mibs as u64 * 256).step_by(2).map(|block| block * BLOCK);
+    assert_eq!(rest(&mut last).await, every_other.collect::<Vec<_>>());
     drop((last, stalled));
     let mut rest = memory_of(rig.pid());
     for _ in 0..100 {

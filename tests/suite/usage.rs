@@ -1,22 +1,13 @@
 //! Statistics of volumes, attributes that can be set while they are in use, inline volumes and attachments.
 
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{self, sweep::devices_below};
-use proto::VolumeUsage;
 use proto::volume_usage::Unit;
-use tonic::Code;
 
 use crate::volume_health::node_health;
-use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, requests, set_state, status_code};
-
-async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>, tonic::Status> {
-    let request = requests::stats(volume, path);
-    Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
-}
+use testkit::prelude::*;
+use testkit::{mount_with, set_state};
 
 /// Seen in other drivers: the statistics of a Block volume are those of `/dev`'s filesystem, and those of a Filesystem volume
 /// are the host disk's.
@@ -24,7 +15,7 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
 async fn stats_of_a_block_volume_are_its_own(rig: Rig<pool>) {
     let (raw, device, _) = rig.written_volume("raw", 64 * MIB, (0, 256, 1)).await;
     std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
-    let usage = stats(&rig, &raw, &device).await.expect("stats");
+    let usage = rig.stats(&raw, &device).await.expect("stats");
     let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
     assert_eq!((bytes.unit, bytes.total), (i32::from(Unit::Bytes), 64 * MIB));
     assert_eq!((bytes.used, bytes.available), (MIB, 63 * MIB));
@@ -35,7 +26,7 @@ async fn stats_of_a_block_volume_are_its_own(rig: Rig<pool>) {
         (&raw, "/dev", Code::NotFound),
         (&raw, "relative/../path", Code::NotFound),
     ] {
-        assert_eq!(stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(), expected, "{path}");
+        assert_eq!(code(rig.stats(volume, Path::new(path)).await), expected, "{path}");
     }
     rig.detach(&raw).await;
 }
@@ -52,7 +43,7 @@ async fn stats_of_a_mounted_volume_are_its_own(
     std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
     std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
     for path in [target.clone(), kubelet.join(&volume).join("staging")] {
-        let usage = stats(&rig, &volume, &path).await.expect("stats");
+        let usage = rig.stats(&volume, &path).await.expect("stats");
         let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
         let bytes = of(Unit::Bytes).expect("bytes");
         assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
@@ -66,21 +57,17 @@ async fn stats_of_a_mounted_volume_are_its_own(
         }
     }
     rig.detach(&volume).await;
-    assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
+    assert_eq!(code(rig.stats(&volume, &target).await), Code::NotFound, "it is unpublished");
 }
 
 /// The mount flag `ro` is a request of the user, so it is not reported as an error. A btrfs that is mounted read-only is not
 /// grown.
 #[apply(device_cases)]
 async fn a_volume_mounted_with_ro_is_well(rig: Rig<Xfs>, #[values("ext4", "xfs", "btrfs")] fs_type: &str) {
-    let mut capability = mount_capability(fs_type);
-    let (volume, _) = rig.published(fs_type, 320 * MIB, capability.clone()).await;
+    let (volume, _) = rig.published(fs_type, 320 * MIB, mount_capability(fs_type)).await;
     rig.detach(&volume).await;
     rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-    if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
-        mount.mount_flags.push("noatime,ro".into());
-    }
-    let target = rig.publish(&volume, capability).await;
+    let target = rig.publish(&volume, mount_with(fs_type, &["noatime,ro"])).await;
     assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
     assert_eq!(node_health(&rig, &volume).await, []);
     rig.detach(&volume).await;
@@ -101,20 +88,14 @@ fn queue(rig: &Rig, attribute: &str) -> String {
 #[apply(every_pool)]
 async fn attributes_change_the_live_device(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
-    let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
-        volume_id: volume.to_owned(),
-        mutable_parameters: pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
-        ..Default::default()
-    };
     let direct = queue(&rig, "loop/dio");
     for (pairs, kib, dio) in [
         (vec![("readAheadKiB", "64"), ("directIO", "false")], "64", "0"),
         (vec![("readAheadKiB", "2048")], "2048", "0"),
         (vec![], "2048", "0"),
     ] {
-        let request = modify(&volume, &pairs);
         for _ in 0..2 {
-            rig.client.controller.controller_modify_volume(request.clone()).await.expect("modify");
+            rig.modify(&volume, &pairs).await.expect("modify");
         }
         assert_eq!(tuned(&rig), [kib, dio]);
     }
@@ -124,8 +105,7 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
         (&volume, vec![("readAheadKiB", "4"), ("iops", "1")], Code::InvalidArgument),
         (&volume, vec![("readAheadKiB", "5")], Code::InvalidArgument),
     ] {
-        let refused = rig.client.controller.controller_modify_volume(modify(volume, &pairs)).await;
-        assert_eq!(status_code(refused), expected, "{pairs:?}");
+        assert_eq!(code(rig.modify(volume, &pairs).await), expected, "{pairs:?}");
     }
     assert_eq!(queue(&rig, "queue/read_ahead_kb"), "2048", "a refused call changed the device");
 
@@ -142,9 +122,8 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
     rig.crash().await;
     rig.attach(&volume).await;
     assert_eq!(tuned(&rig), ["2048", "0"]);
-    let back = modify(&volume, &[("directIO", "true")]);
-    match rig.client.controller.controller_modify_volume(back).await {
-        Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
+    match rig.modify(&volume, &[("directIO", "true")]).await {
+        Ok(()) => assert_eq!(queue(&rig, "loop/dio"), "1"),
         // The filesystem below has no direct I/O, and had none at the start either.
         Err(status) => assert_eq!((status.code(), direct.as_str()), (Code::InvalidArgument, "0")),
     }
@@ -158,7 +137,7 @@ async fn attributes_change_the_live_device(rig: Rig<pool>) {
     rig.detach(&volume).await;
     request.name = "untuned".into();
     request.mutable_parameters.insert("iops".into(), "1".into());
-    assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
 }
 
 pub fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
@@ -196,18 +175,16 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
         rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     }
     std::fs::write(target.join("file"), "kept").expect("write");
-    let usage = stats(&rig, "csi-1234", &target).await.expect("stats");
+    let usage = rig.stats("csi-1234", &target).await.expect("stats");
     assert!(usage[0].total < 64 * MIB && usage[0].total > 32 * MIB, "{usage:?}");
     assert_eq!(node_health(&rig, "csi-1234").await, []);
-    let list = proto::ListVolumesRequest::default();
-    let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
-    assert!(list.entries.is_empty(), "an ephemeral volume is listed");
+    assert_eq!(rig.client.volumes().await.expect("list"), [], "an ephemeral volume is listed");
     rig.crash().await;
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     let mut clash = publish.clone();
     clash.readonly = true;
-    assert_eq!(status_code(rig.client.node.node_publish_volume(clash).await), Code::AlreadyExists);
+    assert_eq!(code(rig.client.node.node_publish_volume(clash).await), Code::AlreadyExists);
     for _ in 0..2 {
         rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
         nothing_is_left(&rig, &publish);
@@ -239,25 +216,21 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(rig: Rig<pool>) {
     ] {
         let mut wrong = ephemeral(&rig, "csi-wrong", "1Mi");
         wrong.volume_context.insert(context.into(), value.into());
-        assert_eq!(status_code(rig.client.node.node_publish_volume(wrong.clone()).await), expected);
+        assert_eq!(code(rig.client.node.node_publish_volume(wrong.clone()).await), expected);
         nothing_is_left(&rig, &wrong);
     }
     let mut flags = ephemeral(&rig, "csi-flags", "8Mi");
-    let mut capability = mount_capability("ext4");
-    if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
-        mount.mount_flags.push("nonsense".into());
-    }
-    flags.volume_capability = Some(capability);
-    let refused = status_code(rig.client.node.node_publish_volume(flags.clone()).await);
+    flags.volume_capability = Some(mount_with("ext4", &["nonsense"]));
+    let refused = code(rig.client.node.node_publish_volume(flags.clone()).await);
     assert_eq!(refused, Code::FailedPrecondition);
     nothing_is_left(&rig, &flags);
     let real = rig.volume("real", MIB, block_capability()).await;
     let posing = ephemeral(&rig, &real, "8Mi");
-    assert_eq!(status_code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
     rig.client.delete_volume(&real).await.expect("delete");
     let mut raw = ephemeral(&rig, "csi-raw", "8Mi");
     raw.volume_capability = Some(block_capability());
-    assert_eq!(status_code(rig.client.node.node_publish_volume(raw.clone()).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.node.node_publish_volume(raw.clone()).await), Code::InvalidArgument);
     nothing_is_left(&rig, &raw);
 }
 
@@ -272,13 +245,9 @@ async fn attachments_bind_volumes_to_their_node() {
         ids.push(rig.volume(name, MIB, block_capability()).await);
     }
     let attach = |volume: &str, node: &str, readonly| proto::ControllerPublishVolumeRequest {
-        volume_id: volume.to_owned(),
-        node_id: node.to_owned(),
-        volume_capability: Some(block_capability()),
         readonly,
-        ..Default::default()
+        ..requests::attach(volume, node)
     };
-    let detach = |volume: &str, node: &str| requests::detach(volume, node);
     let mut controller = rig.client.controller.clone();
     for _ in 0..2 {
         controller.controller_publish_volume(attach(&ids[0], "node-1", true)).await.expect("attach");
@@ -290,11 +259,11 @@ async fn attachments_bind_volumes_to_their_node() {
         (attach("", "node-1", true), Code::InvalidArgument),
         (attach(&ids[0], "", true), Code::InvalidArgument),
     ] {
-        assert_eq!(status_code(controller.controller_publish_volume(request).await), expected);
+        assert_eq!(code(controller.controller_publish_volume(request).await), expected);
     }
     controller.controller_publish_volume(attach(&ids[1], "node-1", false)).await.expect("attach");
     let third = controller.controller_publish_volume(attach(&ids[2], "node-1", false)).await;
-    assert_eq!(status_code(third), Code::ResourceExhausted);
+    assert_eq!(code(third), Code::ResourceExhausted);
     rig.crash().await;
     let mut controller = rig.client.controller.clone();
     let list =
@@ -306,24 +275,22 @@ async fn attachments_bind_volumes_to_their_node() {
     }
     // Attached read-only, so published read-only.
     let device = rig.attach(&ids[0]).await;
-    let refused =
-        std::fs::File::options().write(true).open(&device).and_then(|file| file.write_all_at(&[1; 4096], 0));
-    assert!(refused.is_err(), "a device attached for reading took a write");
+    assert!(crate::node::try_write(&device).is_err(), "a device attached for reading took a write");
     rig.detach(&ids[0]).await;
-    let attached = rig.client.delete_volume(&ids[0]).await.expect_err("attached");
-    assert_eq!(attached.code(), Code::FailedPrecondition);
+    assert_eq!(code(rig.client.delete_volume(&ids[0]).await), Code::FailedPrecondition, "it is attached");
     // The node's name changes at a restart. The attachment has the old name, and can still be undone.
     rig.terminate();
     rig.start_again_with(&["--enable-attach", "--node-id", "renamed"]).await;
     let mut controller = rig.client.controller.clone();
     let elsewhere = controller.controller_publish_volume(attach(&ids[0], "renamed", true)).await;
-    assert_eq!(status_code(elsewhere), Code::FailedPrecondition, "published to another node");
+    assert_eq!(code(elsewhere), Code::FailedPrecondition, "published to another node");
     for node in ["node-2", "node-1", ""] {
-        controller.controller_unpublish_volume(detach(&ids[0], node)).await.expect("detach");
+        controller.controller_unpublish_volume(requests::detach(&ids[0], node)).await.expect("detach");
     }
-    controller.controller_unpublish_volume(detach("unknown", "node-1")).await.expect("nothing to undo");
-    let refused = status_code(controller.controller_unpublish_volume(detach("", "x")).await);
-    assert_eq!(refused, Code::InvalidArgument);
+    let unknown = requests::detach("unknown", "node-1");
+    controller.controller_unpublish_volume(unknown).await.expect("nothing to undo");
+    let refused = controller.controller_unpublish_volume(requests::detach("", "x")).await;
+    assert_eq!(code(refused), Code::InvalidArgument);
     rig.client.delete_volume(&ids[0]).await.expect("delete");
     rig.finish();
 }

@@ -5,16 +5,16 @@
 use std::fs::File;
 use std::path::Path;
 
-use csi_client::{block_capability, mount_capability};
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{self, sweep::devices_below};
 use proto::VolumeHealth;
 use proto::node_get_storage_health_response::StorageBackendHealth;
 use proto::volume_health::VolumeHealthEntry;
 pub use proto::{StorageHealthErrorType, VolumeHealthErrorType};
-use tonic::{Code, Status};
+use tonic::Status;
 
-use testkit::{MIB, PoolKind, Rig, eventually, requests, status_code};
+use testkit::eventually;
+use testkit::prelude::*;
 
 /// The faults of a volume, as the controller reports them.
 pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
@@ -89,6 +89,29 @@ pub async fn storage(rig: &Rig) -> Vec<StorageBackendHealth> {
     reported.expect("NodeGetStorageHealth").into_inner().backend_health
 }
 
+/// The controller and the node report this fault of a volume, with a message that holds these texts. Returns how many faults
+/// they report, whoever reports more.
+pub async fn is_reported(
+    rig: &Rig,
+    volume: &str,
+    reason: &str,
+    status: VolumeHealthErrorType,
+    texts: &[&str],
+) -> usize {
+    let mut most = 0;
+    for view in [health(rig, volume).await, node_health(rig, volume).await] {
+        let said = tells(&view, reason, status);
+        assert!(texts.iter().all(|text| said.contains(text)), "{said}");
+        most = most.max(view.len());
+    }
+    most
+}
+
+/// They report this fault and no other.
+pub async fn is_unwell(rig: &Rig, volume: &str, reason: &str, status: VolumeHealthErrorType, texts: &[&str]) {
+    assert_eq!(is_reported(rig, volume, reason, status, texts).await, 1, "another fault than {reason}");
+}
+
 /// Fails if a reason is not reported, and returns its message.
 #[track_caller]
 pub fn tells(entries: &[VolumeHealthEntry], reason: &str, status: VolumeHealthErrorType) -> String {
@@ -130,8 +153,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
     let files = rig.volume("files", 64 * MIB, capability.clone()).await;
     // The volume is not in use, or kubelet only tried to use it.
     for (published, staged) in [("", ""), ("/nowhere/published", ""), ("/nowhere/published", "/nowhere")] {
-        let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
-        assert!(reported.is_empty(), "{reported:?}");
+        assert_eq!(node_health_at(&rig, &files, published, staged).await.expect("it exists"), []);
     }
     let kubelet = rig.kubelet();
     let target = rig.publish(&files, capability).await;
@@ -139,11 +161,9 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
     let target = target.display().to_string();
     for (published, staged) in [("", ""), (target.as_str(), ""), ("", staging.as_str()), (&target, &staging)]
     {
-        let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
-        assert!(reported.is_empty(), "{reported:?}");
+        assert_eq!(node_health_at(&rig, &files, published, staged).await.expect("it exists"), []);
     }
-    let reported = node_health_at(&rig, &raw, &device.display().to_string(), "").await.expect("it exists");
-    assert!(reported.is_empty(), "{reported:?}");
+    assert_eq!(node_health_at(&rig, &raw, &device.display().to_string(), "").await.expect("it exists"), []);
     for volume in [&raw, &files] {
         assert_eq!(health(&rig, volume).await, []);
     }
@@ -160,12 +180,12 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
         (raw.as_str(), "relative", "", Code::InvalidArgument),
         (&raw, "", "/not/../plain", Code::InvalidArgument),
     ] {
-        let refused = node_health_at(&rig, volume, published, staged).await.expect_err("wrong");
-        assert_eq!(refused.code(), expected, "{volume} {published} {staged}: {refused}");
+        let refused = node_health_at(&rig, volume, published, staged).await;
+        assert_eq!(code(refused), expected, "{volume} {published} {staged}");
     }
     for (volume, expected) in [("", Code::InvalidArgument), ("unknown", Code::NotFound)] {
         let request = requests::health(volume);
-        assert_eq!(status_code(controller.controller_get_volume_health(request).await), expected);
+        assert_eq!(code(controller.controller_get_volume_health(request).await), expected);
     }
     for (max_entries, token, expected) in
         [(-1, "", Code::InvalidArgument), (0, "nonsense", Code::Aborted), (1, "0", Code::Aborted)]
@@ -175,12 +195,20 @@ async fn a_volume_that_is_well_has_nothing_to_tell(rig: Rig<pool>) {
             starting_token: token.into(),
             ..Default::default()
         };
-        assert_eq!(status_code(controller.controller_list_volume_health(request).await), expected);
+        assert_eq!(code(controller.controller_list_volume_health(request).await), expected);
     }
     rig.detach(&files).await;
     rig.delete(&raw).await;
     let request = requests::health(raw);
-    assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
+    assert_eq!(code(controller.controller_get_volume_health(request).await), Code::NotFound);
+}
+
+fn set_length(path: &Path, bytes: i64) {
+    File::options()
+        .write(true)
+        .open(path)
+        .and_then(|file| file.set_len(bytes as u64))
+        .expect("set the length");
 }
 
 /// A missing or truncated file, and a record that cannot be read, are reported. The list has only such volumes, each once,
@@ -199,22 +227,14 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     // These four of the eight, in the order of the list, including the first and the last.
     let (cut, missing, damaged, last) = (&volumes[0], &volumes[2], &volumes[3], &volumes[7]);
     for volume in [cut, last] {
-        let file = File::options().write(true).open(rig.volume_dir(volume).data()).expect("open");
-        file.set_len(MIB as u64).expect("cut");
+        set_length(&rig.volume_dir(volume).data(), MIB);
     }
     // A volume in use is reported too.
     rig.attach(missing).await;
     let moved = rig.volume_dir(missing).data().with_extension("moved");
     std::fs::rename(rig.volume_dir(missing).data(), &moved).expect("move away");
-    for view in [health(&rig, cut).await, node_health(&rig, cut).await] {
-        let said = tells(&view, "FileTruncated", DataLoss);
-        assert!(said.contains("1048576 bytes of 4194304"), "{said}");
-        assert_eq!(view.len(), 1);
-    }
-    for view in [health(&rig, missing).await, node_health(&rig, missing).await] {
-        let said = tells(&view, "FileMissing", DataLoss);
-        assert!(said.contains("data.img is missing"), "{said}");
-    }
+    is_unwell(&rig, cut, "FileTruncated", DataLoss, &["1048576 bytes of 4194304"]).await;
+    is_reported(&rig, missing, "FileMissing", DataLoss, &["data.img is missing"]).await;
     assert_eq!(ids(unwell(&rig, 0).await), [cut, missing, last].map(String::clone));
     for listed in unwell(&rig, 0).await {
         assert_eq!(listed.health_statuses, health(&rig, &listed.volume_id).await, "{}", listed.volume_id);
@@ -225,14 +245,11 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     rig.kill();
     std::fs::write(&record, "{").expect("write");
     rig.start_again().await;
-    for view in [health(&rig, damaged).await, node_health(&rig, damaged).await] {
-        let said = tells(&view, "RecordUnreadable", Inaccessible);
-        assert!(said.contains("record.json") && said.contains("repair or remove"), "{said}");
-    }
+    is_reported(&rig, damaged, "RecordUnreadable", Inaccessible, &["record.json", "repair or remove"]).await;
     // All other calls for it fail, since it neither can be used nor is deleted.
     let request = proto::ControllerGetVolumeRequest { volume_id: damaged.clone() };
     let get = rig.client.controller.controller_get_volume(request).await;
-    assert_eq!(status_code(get), Code::Internal);
+    assert_eq!(code(get), Code::Internal);
     let all = [cut, missing, damaged, last].map(String::clone);
     for most in [0, 1, 2, 3, 4, 5] {
         let list = unwell(&rig, most).await;
@@ -250,8 +267,7 @@ async fn lost_bytes_and_records_are_reported_and_listed(rig: Rig<Dir>) {
     std::fs::rename(moved, rig.volume_dir(missing).data()).expect("move back");
     rig.detach(missing).await;
     for volume in [cut, last] {
-        let file = File::options().write(true).open(rig.volume_dir(volume).data()).expect("open");
-        file.set_len(4 * MIB as u64).expect("make long again");
+        set_length(&rig.volume_dir(volume).data(), 4 * MIB);
     }
     assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is reported no more");
 }
@@ -263,27 +279,21 @@ async fn a_file_whose_end_is_missing_is_not_filled_with_zeros(rig: Rig<pool>) {
     let raw = rig.volume("raw", 4 * MIB, block_capability()).await;
     let files = rig.volume("files", 16 * MIB, mount_capability("ext4")).await;
     let snapshot = rig.snapshot("of it", &raw).await;
-    let cut = |path: &Path, length: u64| {
-        File::options().write(true).open(path).expect("open").set_len(length).expect("cut");
-    };
-    cut(&rig.volume_dir(&raw).data(), MIB as u64);
-    cut(&rig.volume_dir(&files).data(), 0);
-    cut(&rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img"), MIB as u64);
-    let from = |source| testkit::new_volume_from("made of it", 4 * MIB, block_capability(), source);
+    set_length(&rig.volume_dir(&raw).data(), MIB);
+    set_length(&rig.volume_dir(&files).data(), 0);
+    set_length(&rig.snapshot_dir(&snapshot).data(), MIB);
+    let from = |source| new_volume_from("made of it", 4 * MIB, block_capability(), source);
     let answers = [
         ("publish", rig.try_publish(&raw, block_capability()).await.map(drop)),
         ("stage", rig.try_publish(&files, mount_capability("ext4")).await.map(drop)),
         ("snapshot", rig.client.create_snapshot("of zeros", &raw).await.map(drop)),
-        ("clone", rig.client.create_volume(from(csi_client::from_volume(&raw))).await.map(drop)),
-        ("restore", rig.client.create_volume(from(csi_client::from_snapshot(&snapshot))).await.map(drop)),
+        ("clone", rig.client.create_volume(from(from_volume(&raw))).await.map(drop)),
+        ("restore", rig.client.create_volume(from(from_snapshot(&snapshot))).await.map(drop)),
         ("expand", rig.client.expand_volume(&raw, 8 * MIB).await.map(drop)),
     ];
     for (call, answer) in answers {
-        let error = answer.expect_err(call);
-        assert!(
-            error.code() == Code::DataLoss && error.to_string().contains("its end is missing"),
-            "{call}: {error}"
-        );
+        println!("{call}");
+        is_refused(answer, Code::DataLoss, &["its end is missing"]);
     }
     for volume in [&raw, &files] {
         tells(&health(&rig, volume).await, "FileTruncated", DataLoss);
@@ -303,11 +313,8 @@ async fn bytes_that_do_not_answer_are_reported(rig: Rig<Dir>) {
     let moved = bytes.with_extension("moved");
     std::fs::rename(&bytes, &moved).expect("move away");
     std::fs::write(&bytes, "").expect("write");
-    for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
-        let said = tells(&view, "FileUnreadable", Inaccessible);
-        assert!(said.contains("data.img cannot be read: Not a directory"), "{said}");
-        assert_eq!(view.len(), 1, "{view:?}");
-    }
+    is_unwell(&rig, &volume, "FileUnreadable", Inaccessible, &["data.img cannot be read: Not a directory"])
+        .await;
     assert_eq!(unwell(&rig, 0).await.len(), 1);
     std::fs::remove_file(&bytes).expect("remove");
     std::fs::rename(&moved, &bytes).expect("move back");
@@ -315,8 +322,8 @@ async fn bytes_that_do_not_answer_are_reported(rig: Rig<Dir>) {
     rig.client.delete_volume(&volume).await.expect("delete");
 }
 
-fn shell(program: &str, arguments: &[&str]) {
-    testkit::ok(std::process::Command::new(program).args(arguments));
+fn remount(option: &str, place: &Path) {
+    testkit::ok(std::process::Command::new("mount").args(["-o", option]).arg(place));
 }
 
 /// Makes the kernel give up the one mounted filesystem: by an error of ext4, or a shutdown of xfs.
@@ -344,11 +351,11 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     assert_eq!(node_health(&rig, &volume).await, []);
 
     // All mounts become read-only, as after an error.
-    shell("mount", &["-o", "remount,ro", &staging.display().to_string()]);
+    remount("remount,ro", &staging);
     let reported = node_health(&rig, &volume).await;
     tells(&reported, "FilesystemReadOnly", Degraded);
     assert_eq!(reported.len(), 1, "{reported:?}");
-    shell("mount", &["-o", "remount,rw", &staging.display().to_string()]);
+    remount("remount,rw", &staging);
     assert_eq!(node_health(&rig, &volume).await, []);
 
     // Unmounted from one of two places. The call names this place, the other, or none.
@@ -361,8 +368,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     tells(&reported, "NotMounted", Inaccessible);
     assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
     // The statistics must not be those of the filesystem below the mount point.
-    let stats = requests::stats(&volume, target_path);
-    assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
+    assert_eq!(code(rig.stats(&volume, &target).await), Code::NotFound);
     assert_eq!(health(&rig, &volume).await, []);
     rig.publish(&volume, capability).await;
     assert_eq!(node_health(&rig, &volume).await, []);
@@ -381,8 +387,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
             let reported = node_health(&rig, &volume).await;
             let said = tells(&reported, "FilesystemShutDown", Inaccessible);
             assert!(said.contains("does not answer"), "{said}");
-            let stats = requests::stats(&volume, &target);
-            assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::Internal);
+            assert_eq!(code(rig.stats(&volume, &target).await), Code::Internal);
         }
         _ => {}
     }

@@ -272,13 +272,11 @@ impl ApiServer {
         changed.unwrap_or_else(|error| panic!("{change:?} of {kind} {name}: {error}"));
     }
 
-    /// Deletes an object.
     pub async fn delete(&self, kind: &str, namespace: Option<&str>, name: &str) {
         let deleted = self.objects(kind, namespace).delete(name, &DeleteParams::default()).await;
         deleted.unwrap_or_else(|error| panic!("delete {kind} {name}: {error}"));
     }
 
-    /// Makes a namespace.
     pub async fn namespace(&self, name: &str) {
         self.make(json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})).await;
     }
@@ -365,7 +363,6 @@ impl ApiServer {
         self.dir.path().join(name)
     }
 
-    /// The process id of kube-apiserver.
     pub fn pid(&self) -> u32 {
         // Its parent is the shell that keeps it.
         let keeper = self.server.lock().as_ref().expect("a server").id();

@@ -106,7 +106,6 @@ impl Node {
     }
 }
 
-/// A running router.
 pub struct Router {
     pub client: Client,
     pub socket: PathBuf,
@@ -226,7 +225,6 @@ impl Cluster {
         router
     }
 
-    /// Starts a driver.
     pub async fn add_node(&mut self, pool: PoolKind, driver: &[&str]) {
         self.add_node_on(pool, driver, "127.0.0.1", None).await;
     }

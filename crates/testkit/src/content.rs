@@ -42,7 +42,6 @@ impl Content {
         self.blocks.extend((start..start + count).map(|block| (block, fill)));
     }
 
-    /// Discards blocks.
     pub fn discard(&mut self, device: &Path, start: u64, count: u64) {
         punch_hole(&open_device(device), start * BLOCK, count * BLOCK).expect("discard");
         self.blocks.retain(|block, _| !(start..start + count).contains(block));

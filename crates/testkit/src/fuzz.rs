@@ -11,8 +11,7 @@ pub fn corpora() -> PathBuf {
 }
 
 fn names(dir: &Path) -> BTreeSet<String> {
-    let entries = std::fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
-    entries.map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned()).collect()
+    crate::names(dir).into_iter().collect()
 }
 
 /// The inputs of a corpus, by name.

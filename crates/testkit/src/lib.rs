@@ -21,6 +21,7 @@ pub mod pages;
 pub mod places;
 pub mod plugin;
 mod pool;
+pub mod prelude;
 pub mod requests;
 mod rig;
 pub mod running;
@@ -44,9 +45,10 @@ use deltapath::sys::sweep::devices_below;
 use nix::sys::signal::Signal;
 use parking_lot::Mutex;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
+use proto::volume_capability::AccessType;
 use tempfile::TempDir;
-use tonic::Code;
 use tonic::transport::Channel;
+use tonic::{Code, Status};
 
 pub const MIB: i64 = 1 << 20;
 pub const GIB: i64 = 1 << 30;
@@ -66,7 +68,6 @@ pub fn program(name: &str) -> PathBuf {
     beside_the_test(name, if name == "deltapath" { None } else { Some(arguments) })
 }
 
-/// An example of the root package.
 pub fn example(name: &str) -> PathBuf {
     beside_the_test(&format!("examples/{name}"), Some(["--example", name, "--package", "deltapath"]))
 }
@@ -162,6 +163,15 @@ pub fn process_status(pid: u32, field: &str) -> u64 {
     line.trim().trim_end_matches(" kB").parse().expect("a number")
 }
 
+/// A mounted filesystem with flags of the mount.
+pub fn mount_with(fs_type: &str, flags: &[&str]) -> proto::VolumeCapability {
+    let mut capability = csi_client::mount_capability(fs_type);
+    if let Some(AccessType::Mount(mount)) = &mut capability.access_type {
+        mount.mount_flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+    }
+    capability
+}
+
 /// A request for a volume that is made from something.
 pub fn new_volume_from(
     name: &str,
@@ -196,7 +206,6 @@ fn is_stopped(pid: u32) -> bool {
     })
 }
 
-/// Waits for a process to end.
 pub fn wait(child: &mut Child, patience: Duration) -> ExitStatus {
     let deadline = Instant::now() + patience;
     loop {
@@ -258,7 +267,6 @@ pub fn is_held_elsewhere(code: Code, said: &str) -> bool {
     code == Code::FailedPrecondition && said.contains("a mount elsewhere holds")
 }
 
-/// A bare channel to the socket.
 pub async fn channel(socket: &Path) -> Channel {
     connected(tonic::transport::Endpoint::from_static("http://localhost"), socket).await
 }
@@ -292,22 +300,55 @@ pub fn set_state(pool_dir: &Path, volume: &str, fields: serde_json::Value) {
     slots::write(&state_path(pool_dir, volume), state.to_string().as_bytes()).expect("write the state");
 }
 
+/// Records that a driver of this boot left the volume's filesystem frozen.
+pub fn set_frozen(pool_dir: &Path, volume: &str) {
+    let mut state = state_of(pool_dir, volume);
+    state["frozen"] = deltapath::sys::boot_id().expect("boot id").into();
+    set_state(pool_dir, volume, state);
+}
+
 pub fn state_path(pool_dir: &Path, volume: &str) -> PathBuf {
     pool_dir.join("volumes").join(volume).join("state.json")
 }
 
-/// The code of a call that must fail.
-#[track_caller]
-pub fn code<T: std::fmt::Debug>(answer: Result<T, csi_client::Error>) -> Code {
-    answer.expect_err("the call must fail").code()
+/// What a call fails with: of [`csi_client::Client`], or of a bare client.
+pub trait Refusal {
+    fn status(self) -> Status;
 }
 
-/// The code of a call that must fail, made with a bare client.
+impl Refusal for Status {
+    fn status(self) -> Status {
+        self
+    }
+}
+
+impl Refusal for csi_client::Error {
+    fn status(self) -> Status {
+        self.status
+    }
+}
+
+/// The code of a call that must fail.
 #[track_caller]
-pub fn status_code<T>(answer: Result<tonic::Response<T>, tonic::Status>) -> Code {
+pub fn code<T>(answer: Result<T, impl Refusal>) -> Code {
+    status(answer).code()
+}
+
+#[track_caller]
+fn status<T>(answer: Result<T, impl Refusal>) -> Status {
     match answer {
         Ok(_) => panic!("the call must fail"),
-        Err(status) => status.code(),
+        Err(error) => error.status(),
+    }
+}
+
+/// A call must fail with this code and with a message that holds these texts.
+#[track_caller]
+pub fn is_refused<T>(answer: Result<T, impl Refusal>, code: Code, texts: &[&str]) {
+    let status = status(answer);
+    assert_eq!(status.code(), code, "{status}");
+    for text in texts {
+        assert!(status.message().contains(text), "{text:?} is missing: {status}");
     }
 }
 
@@ -392,10 +433,9 @@ pub fn fsck(fs_type: &str, device: &Path) {
     ok(Command::new(program).args(arguments).arg(device));
 }
 
-/// The names in a directory.
 pub fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(dir)
-        .expect("read_dir")
+        .unwrap_or_else(|error| panic!("{}: {error}", dir.display()))
         .map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned())
         .collect();
     names.sort();

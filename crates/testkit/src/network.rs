@@ -27,7 +27,6 @@ pub fn add_local_address(address: &str) {
     ip(&["address", "add", &format!("{address}/32"), "dev", "lo"]);
 }
 
-/// Runs `ip`.
 pub fn ip(arguments: &[&str]) {
     let done =
         Command::new("ip").args(arguments).stdin(Stdio::null()).output().expect("ip (Debian: iproute2)");

@@ -5,14 +5,16 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use base::ObjectDir;
-use csi_client::{Client, block_capability, new_volume};
+use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::sweep;
 use proto::{VolumeCapability, VolumeContentSource};
 use tempfile::TempDir;
+use tonic::Status;
 
 use crate::content::{Content, blocks_of};
 use crate::{
-    BLOCK, PoolKind, Swept, is_held_elsewhere, names, new_volume_from, program, signal, temp_dir, wait,
+    BLOCK, PoolKind, Swept, is_held_elsewhere, names, new_volume_from, program, requests, signal, temp_dir,
+    wait,
 };
 
 pub struct Rig {
@@ -94,7 +96,6 @@ impl Rig {
         alone.chain(members).map(|(_, id)| id).collect()
     }
 
-    /// The files of a volume.
     pub fn volume_dir(&self, id: &str) -> ObjectDir {
         ObjectDir::new(self.pool_dir().join("volumes").join(id))
     }
@@ -154,7 +155,11 @@ impl Rig {
         }
     }
 
-    /// A crash, and the next start.
+    pub async fn restart(&mut self) {
+        assert!(self.terminate().success());
+        self.start_again().await;
+    }
+
     pub async fn crash(&mut self) {
         self.kill();
         self.start_again().await;
@@ -280,7 +285,61 @@ impl Rig {
         self.client.unpublish(volume_id, &kubelet).await.expect("unpublish");
     }
 
-    /// Unpublishes a volume, and deletes it.
+    /// A volume that may be used as a device and with an ext4.
+    pub async fn volume_of_both(&mut self, name: &str, bytes: i64) -> String {
+        let mut request = new_volume(name, bytes, block_capability());
+        request.volume_capabilities.push(mount_capability("ext4"));
+        self.client.create_volume(request).await.expect("CreateVolume").volume_id
+    }
+
+    /// A request to publish a volume at another place than [`Self::publish`] does, which has staged it.
+    pub fn publish_request(
+        &self,
+        volume_id: &str,
+        target: &Path,
+        capability: VolumeCapability,
+        readonly: bool,
+    ) -> proto::NodePublishVolumeRequest {
+        let staging = self.kubelet().join(volume_id).join("staging");
+        let request = requests::publish(volume_id, staging, target, capability);
+        proto::NodePublishVolumeRequest { readonly, ..request }
+    }
+
+    pub async fn publish_at(
+        &mut self,
+        volume_id: &str,
+        target: &Path,
+        capability: VolumeCapability,
+        readonly: bool,
+    ) -> Result<(), Status> {
+        let request = self.publish_request(volume_id, target, capability, readonly);
+        self.client.node.node_publish_volume(request).await.map(drop)
+    }
+
+    pub async fn unpublish_at(&mut self, volume_id: &str, target: &Path) {
+        let request = requests::unpublish(volume_id, target);
+        self.client.node.node_unpublish_volume(request).await.expect("unpublish");
+    }
+
+    pub async fn node_expand(
+        &mut self,
+        volume_id: &str,
+        path: &Path,
+    ) -> Result<proto::NodeExpandVolumeResponse, Status> {
+        let answer = self.client.node.node_expand_volume(requests::node_expand(volume_id, path)).await;
+        answer.map(tonic::Response::into_inner)
+    }
+
+    pub async fn stats(&self, volume_id: &str, path: &Path) -> Result<Vec<proto::VolumeUsage>, Status> {
+        let mut node = self.client.node.clone();
+        Ok(node.node_get_volume_stats(requests::stats(volume_id, path)).await?.into_inner().usage)
+    }
+
+    pub async fn modify(&mut self, volume_id: &str, pairs: &[(&str, &str)]) -> Result<(), Status> {
+        let request = requests::modify(volume_id, pairs);
+        self.client.controller.controller_modify_volume(request).await.map(drop)
+    }
+
     pub async fn delete(&mut self, volume_id: &str) {
         self.detach(volume_id).await;
         let deadline = Instant::now() + LETTING_GO;

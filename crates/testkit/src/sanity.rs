@@ -57,7 +57,6 @@ impl Ran {
         Ran { is_good: output.status.success(), said, count }
     }
 
-    /// Why tests were skipped.
     pub fn skipped(&self) -> impl Iterator<Item = &str> {
         let reasons = self.said.lines().filter_map(|line| line.trim_start().strip_prefix("[SKIPPED] "));
         reasons.filter(|why| !why.starts_with("in ["))

@@ -172,7 +172,6 @@ impl<'r> Subject<'r> {
         rig.key()
     }
 
-    /// Stops everything in order.
     pub fn terminate(&mut self) -> ExitStatus {
         if let Of::Routed(routed) = &mut self.of {
             routed.cluster.router.take().expect("it runs").finish();
@@ -233,7 +232,6 @@ impl<'r> Subject<'r> {
         self.rigs().iter().flat_map(|rig| rig.retained()).collect()
     }
 
-    /// Mounts and loop devices that are left.
     pub fn leftovers(&self) -> Vec<String> {
         self.rigs().iter().flat_map(|rig| leftovers(rig.dir.path())).collect()
     }

@@ -90,7 +90,7 @@ async fn nobody_who_reads_leaves_nothing(rig: Rig<Xfs>) {
 /// SIGINT and SIGTERM at any time leave nothing.
 #[apply(device_test)]
 async fn a_signal_at_any_time_leaves_nothing() {
-    use nix::sys::signal::{Signal, kill};
+    use nix::sys::signal::Signal;
     let mut rig = Rig::start(PoolKind::Xfs).await;
     // Soon after its start, or some time after it made its first volume.
     for (signal, made, millis) in [
@@ -103,8 +103,7 @@ async fn a_signal_at_any_time_leaves_nothing() {
         let suite = conformance(&rig.socket(), &[]).spawn().expect("spawn");
         eventually("a volume is made", async || !made || rig.log()[before..].contains("CreateVolume")).await;
         tokio::time::sleep(Duration::from_millis(millis)).await;
-        let pid = suite.id().expect("it runs");
-        kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");
+        testkit::signal(suite.id().expect("it runs"), signal);
         let output = suite.wait_with_output().await.expect("wait");
         if made {
             assert_eq!(output.status.code(), Some(130), "{signal} after {millis} ms: {}", said(&output));

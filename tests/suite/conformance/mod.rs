@@ -12,7 +12,6 @@ mod usage;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
 use tokio::process::Command;
 
@@ -69,14 +68,9 @@ async fn cases(flags: &[&str]) -> BTreeSet<String> {
     list.iter().map(|case| case["name"].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Checks that the driver has no object.
 pub async fn assert_empty(rig: &mut Rig) {
-    let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
-    let left = volumes.expect("ListVolumes").into_inner().entries;
-    assert!(left.is_empty(), "volumes are left: {left:?}");
-    let snapshots = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-    let left = snapshots.expect("ListSnapshots").into_inner().entries;
-    assert!(left.is_empty(), "snapshots are left: {left:?}");
+    assert_eq!(rig.client.volumes().await.expect("ListVolumes"), [], "volumes are left");
+    assert_eq!(rig.client.snapshots().await.expect("ListSnapshots"), [], "snapshots are left");
 }
 
 /// Runs the named cases on the driver behind these faults.

@@ -22,29 +22,6 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone(rig: Rig<Xfs>) {
     assert!(!report.to_string().contains("sesame"));
 }
 
-/// A call that is answered with ABORTED is repeated, and a snapshot may take long until it is ready.
-#[apply(device_test)]
-async fn a_driver_that_puts_calls_off_is_asked_again() {
-    let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
-    let cases = ["delta-complete", "expanded-delta", "source-deleted"];
-    let (code, verdicts, report) = run_broken(&rig, "put-off;snapshot-not-ready", &cases, "60").await;
-    assert_eq!(code, Some(0), "{report:#}");
-    assert_eq!(verdicts.len(), cases.len());
-    assert!(verdicts.values().all(|(verdict, _)| verdict == "pass"), "{verdicts:?}");
-    rig.finish();
-}
-
-#[apply(device_test)]
-async fn what_a_driver_does_not_claim_is_skipped_with_a_reason(rig: Rig<Xfs>) {
-    let (code, verdicts, _) = run_broken(&rig, "expansion-not-claimed", &["expanded-.*"], "60").await;
-    assert_eq!(code, Some(0));
-    assert_eq!(verdicts.len(), 5);
-    for (case, (verdict, detail)) in verdicts {
-        assert_eq!(verdict, "skip", "{case}");
-        assert!(detail.contains("EXPAND_VOLUME"), "{detail}");
-    }
-}
-
 #[apply(device_test)]
 async fn focus_skip_junit_and_text(rig: Rig<Xfs>) {
     let junit = rig.dir.path().join("junit.xml");
@@ -141,18 +118,8 @@ async fn each_level_runs_its_own_cases(rig: Rig<Xfs>) {
     assert_eq!(must + should, all_cases().await.len());
 }
 
-/// The effect of a fault on a deadline shows only inside a stream. If the driver has finished the stream, nothing is proved.
-#[apply(device_test)]
-async fn a_cut_that_the_driver_outran_is_not_shown(rig: Rig<Xfs>) {
-    // The answer is one tuple in one message, so a cut cannot fall inside the stream.
-    let cases = ["delta-deadline", "allocated-cancel", "delta-slow-reader"];
-    let (code, verdicts, report) = run_broken(&rig, "too-much", &cases, "180").await;
-    assert_eq!(code, Some(0), "{report:#}");
-    for case in cases {
-        assert_eq!(verdicts[case].0, "not-shown", "{report:#}");
-    }
-    assert_eq!(report["counts"]["not_shown"], 3);
-}
+const EXPANDED: [&str; 5] =
+    ["expanded-old-snapshot", "expanded-capacity", "expanded-delta", "expanded-resume", "expanded-meanwhile"];
 
 /// The cases that do other work during a stream.
 const MEANWHILE: [&str; 5] = [
@@ -163,35 +130,50 @@ const MEANWHILE: [&str; 5] = [
     "delta-deleted-meanwhile",
 ];
 
-/// If the stream was over before the other work began, its result proves nothing.
-#[apply(device_test)]
-async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown(rig: Rig<Xfs>) {
-    let (code, verdicts, report) = run_broken(&rig, "read-ahead:size=1Gi", &MEANWHILE, "180").await;
-    assert_eq!(code, Some(0), "{report:#}");
-    for case in MEANWHILE {
-        assert_eq!(verdicts[case].0, "not-shown", "{report:#}");
+const HELD_UP: [&str; 1] = ["allocated-deleted-meanwhile"];
+
+/// What these cases find in a driver that behaves like this, which is no fault, and what they say of it.
+#[apply(device_cases)]
+// A call that is answered with ABORTED is repeated, and a snapshot may take long until it is ready.
+#[case::calls_that_are_put_off("put-off;snapshot-not-ready", &["delta-complete", "expanded-delta", "source-deleted"], "pass", "")]
+#[case::what_is_not_claimed("expansion-not-claimed", &EXPANDED, "skip", "EXPAND_VOLUME")]
+// The effect of a fault on a deadline shows only inside a stream. Here the answer is one tuple in one message, so a cut cannot
+// fall inside the stream.
+#[case::a_cut_that_the_driver_outran("too-much", &["delta-deadline", "allocated-cancel", "delta-slow-reader"], "not-shown", "")]
+// If the stream was over before the other work began, its result proves nothing.
+#[case::a_stream_that_was_handed_over_before("read-ahead:size=1Gi", &MEANWHILE, "not-shown", "")]
+// The streams are longer than what drivers usually buffer.
+#[case::a_driver_that_reads_ahead("read-ahead", &MEANWHILE, "pass", "")]
+// Incident: on a busy machine the driver was held up while a stream was handed over. A deadline cut it then, as if it waited for
+// its reader, and the case passed. Of the calls of this case those with the first deadline, in the shortest stream and in
+// longer ones.
+#[case::held_up_in_the_shortest("read-ahead:size=1Gi;drip:ms=2,nth=3,call=GetMetadataAllocated", &HELD_UP, "not-shown", "")]
+#[case::held_up_in_a_longer("read-ahead:size=1Gi;drip:ms=2,nth=5,call=GetMetadataAllocated", &HELD_UP, "not-shown", "")]
+#[case::held_up_in_the_longest("read-ahead:size=1Gi;drip:ms=2,nth=7,call=GetMetadataAllocated", &HELD_UP, "not-shown", "")]
+// A driver of Block volumes alone lacks nothing that the service is about.
+#[case::no_filesystems(
+    "refuse:call=NodeStageVolume,code=INVALID_ARGUMENT", &["filesystem-volume"], "not-shown",
+    "the driver makes no Filesystem volume: "
+)]
+async fn what_is_no_fault_fails_no_case(
+    #[case] faults: &str,
+    #[case] cases: &[&str],
+    #[case] verdict: &str,
+    #[case] said: &str,
+) {
+    let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
+    let (code, verdicts, report) = run_broken(&rig, faults, cases, "180").await;
+    assert_eq!((code, verdicts.len()), (Some(0), cases.len()), "{report:#}");
+    for (case, (found, detail)) in &verdicts {
+        assert!(found == verdict && detail.contains(said), "{case}: {found}: {detail}");
     }
+    assert_eq!(report["counts"][verdict.replace('-', "_")], cases.len(), "{report:#}");
+    rig.finish();
 }
 
-/// Incident: on a busy machine the driver was held up while a stream was handed over. A deadline cut it then, as if it waited for its
-/// reader, and the case passed.
-#[apply(device_test)]
-async fn a_stream_that_is_held_up_once_is_not_taken_for_one_that_waits(rig: Rig<Xfs>) {
-    // Of the calls of this case those with the first deadline, in the shortest stream and in longer ones.
-    for number in [3, 5, 7] {
-        let faults = format!("read-ahead:size=1Gi;drip:ms=2,nth={number},call=GetMetadataAllocated");
-        let case = "allocated-deleted-meanwhile";
-        let (code, verdicts, report) = run_broken(&rig, &faults, &[case], "180").await;
-        assert_eq!((code, verdicts[case].0.as_str()), (Some(0), "not-shown"), "call {number}: {report:#}");
-    }
-}
-
-/// The streams are longer than what drivers usually buffer, so buffering cannot hide a fault.
+/// Buffering cannot hide a fault either.
 #[apply(device_test)]
 async fn a_driver_that_reads_ahead_hides_nothing(rig: Rig<Xfs>) {
-    let (code, verdicts, report) = run_broken(&rig, "read-ahead", &MEANWHILE, "180").await;
-    assert_eq!(code, Some(0), "{report:#}");
-    assert!(verdicts.values().all(|(verdict, _)| verdict == "pass"), "{report:#}");
     let ends = ["expand", "clone", "modify", "delete"].map(|work| format!("{work}-ends-streams"));
     let faults = format!("{};read-ahead", ends.join(";"));
     let (code, verdicts, report) = run_broken(&rig, &faults, &MEANWHILE, "180").await;
@@ -259,16 +241,4 @@ async fn a_disturbed_stream_is_compared_with_an_undisturbed_one(rig: Rig<Xfs>) {
         let recap = format!("failed: {case}: {}\n", verdicts[case].1.lines().next().expect("a line"));
         assert!(end.contains(&recap), "{recap} is not in {end}");
     }
-}
-
-/// A driver of Block volumes alone lacks nothing that the service is about.
-#[apply(device_test)]
-async fn a_driver_without_filesystems_shows_nothing_about_them(rig: Rig<Xfs>) {
-    let (code, verdicts, report) =
-        run_broken(&rig, "refuse:call=NodeStageVolume,code=INVALID_ARGUMENT", &["filesystem-volume"], "60")
-            .await;
-    assert_eq!(code, Some(0), "{report:#}");
-    let (verdict, detail) = &verdicts["filesystem-volume"];
-    assert_eq!(verdict, "not-shown", "{detail}");
-    assert!(detail.starts_with("the driver makes no Filesystem volume: "), "{detail}");
 }

@@ -20,7 +20,6 @@ use testkit::{BLOCK, Rig, names, root_of, state_of};
 /// How long removal and hashing in the background may take. Hashing is slow while other tests run.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// When the audit is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
     /// After a call was interrupted, before its retry. There may be drafts, which a retry replaces.
@@ -33,7 +32,6 @@ pub enum When {
     Undone,
 }
 
-/// What an audit found wrong.
 #[derive(Debug, Default)]
 pub struct Findings {
     /// Acknowledged objects that are missing or changed, and half-made objects.
@@ -52,14 +50,12 @@ impl Findings {
     }
 }
 
-/// A volume as it is listed.
 #[derive(Debug)]
 struct ListedVolume {
     capacity: u64,
     attached: bool,
 }
 
-/// A snapshot as it is listed.
 #[derive(Debug)]
 struct ListedSnapshot {
     volume: String,
@@ -67,7 +63,6 @@ struct ListedSnapshot {
     group: String,
 }
 
-/// Everything that the driver lists.
 #[derive(Debug)]
 struct Listed {
     volumes: BTreeMap<String, ListedVolume>,

@@ -101,7 +101,6 @@ fn group(of: [Name; 2]) -> Call {
     Call::CreateGroup { name: NewName::Fine(VICTIM), volumes, style: None }
 }
 
-/// All cases, each with its name.
 pub fn cases() -> Vec<Case> {
     let victim = Ref::Last(VICTIM);
     let delete = || Call::DeleteVolume(victim);

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use deltapath::sys::{freeze, mount};
+use deltapath::sys::freeze;
+use deltapath::sys::mount::{self, Mount};
+use proto::Snapshot;
+use tokio::task::JoinHandle;
 use tonic::Code;
 
 use super::audit::{When, audit};
@@ -11,13 +14,31 @@ use super::scene::Scene;
 use testkit::orders::Orders;
 use testkit::{Rig, root_of};
 
-/// The number of the first step of this name in a snapshot of the mounted volume.
-async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
+/// A scene, with the order that the first step of this name is held in the next snapshot of the mounted volume.
+async fn held(rig: &mut Rig, step: &str, ms: u32) -> (Scene, Orders) {
+    let scene = Scene::make(rig).await;
+    let mut orders = Orders::new(rig.dir.path());
     orders.count();
     let snapshot = rig.snapshot("counted", &scene.files).await;
     let points = orders.withdraw();
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
-    points.iter().find(|point| point.step == step).expect("the step is in the call").number
+    let at = points.iter().find(|point| point.step == step).expect("the step is in the call").number;
+    orders.hold(at, "calls", ms);
+    (scene, orders)
+}
+
+/// Begins such a snapshot; returns its call, once it is held, and where the filesystem is mounted.
+async fn begun(
+    rig: &Rig,
+    scene: &Scene,
+    orders: &Orders,
+) -> (JoinHandle<csi_client::Result<Snapshot>>, Mount) {
+    let (mut client, source) = (rig.client.clone(), scene.files.clone());
+    let call = tokio::spawn(async move { client.create_snapshot("held", &source).await });
+    orders.reached(&call).await;
+    let staging = scene.path(staging(FILESYSTEM));
+    let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
+    (call, mounted)
 }
 
 async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
@@ -29,10 +50,7 @@ async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
 /// thaws, and fails because the copy may be inconsistent.
 #[apply(device_test)]
 async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported(rig: Rig<Xfs>) {
-    let mut scene = Scene::make(&mut rig).await;
-    let mut orders = Orders::new(rig.dir.path());
-    let at = number_of(&mut rig, &scene, &mut orders, "freeze").await;
-    orders.hold(at, "calls", 31_000);
+    let (mut scene, orders) = held(&mut rig, "freeze", 31_000).await;
     let refused = rig.client.create_snapshot("late", &scene.files).await.expect_err("the bound has passed");
     assert!(orders.withdraw().iter().any(|point| point.hit && point.step == "freeze"));
     // The time limit of the copy or that of the freeze may be the first to pass.
@@ -50,15 +68,8 @@ async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported(rig: R
 /// is thawed before the process ends, since its watchdog ends with the process.
 #[apply(device_test)]
 async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem(rig: Rig<Xfs>) {
-    let mut scene = Scene::make(&mut rig).await;
-    let mut orders = Orders::new(rig.dir.path());
-    let at = number_of(&mut rig, &scene, &mut orders, "clone blocks into").await;
-    orders.hold(at, "calls", 60_000);
-    let (mut client, source) = (rig.client.clone(), scene.files.clone());
-    let call = tokio::spawn(async move { client.create_snapshot("left behind", &source).await });
-    orders.reached(&call).await;
-    let staging = scene.path(staging(FILESYSTEM));
-    let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
+    let (mut scene, orders) = held(&mut rig, "clone blocks into", 60_000).await;
+    let (call, mounted) = begun(&rig, &scene, &orders).await;
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     assert!(frozen.is_none(), "the copy is held up before the filesystem is frozen");
     let status = tokio::task::block_in_place(|| rig.terminate());
@@ -71,7 +82,7 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem(rig: Rig<Xfs>) 
     orders.withdraw();
     rig.start_again().await;
     is_sound(&mut rig, &mut scene, When::Cut).await;
-    let made = rig.snapshot("left behind", &scene.files).await;
+    let made = rig.snapshot("held", &scene.files).await;
     is_sound(&mut rig, &mut scene, When::Done).await;
     rig.client.delete_snapshot(&made).await.expect("delete");
     scene.leave(&mut rig).await;
@@ -80,15 +91,8 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem(rig: Rig<Xfs>) 
 /// Another program thaws the filesystem while it is copied. The copy may be inconsistent, so the call fails.
 #[apply(device_test)]
 async fn a_freeze_that_somebody_else_undoes_is_reported(rig: Rig<Xfs>) {
-    let mut scene = Scene::make(&mut rig).await;
-    let mut orders = Orders::new(rig.dir.path());
-    let at = number_of(&mut rig, &scene, &mut orders, "clone blocks into").await;
-    orders.hold(at, "calls", 1_000);
-    let (mut client, source) = (rig.client.clone(), scene.files.clone());
-    let call = tokio::spawn(async move { client.create_snapshot("torn", &source).await });
-    orders.reached(&call).await;
-    let staging = scene.path(staging(FILESYSTEM));
-    let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
+    let (mut scene, orders) = held(&mut rig, "clone blocks into", 1_000).await;
+    let (call, mounted) = begun(&rig, &scene, &orders).await;
     freeze::thaw(&root_of(&mounted)).expect("thaw");
     let refused = call.await.expect("join").expect_err("a torn copy");
     assert!(refused.to_string().contains("keep frozen"), "{refused}");

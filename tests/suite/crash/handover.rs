@@ -9,7 +9,7 @@ use proto::{GetMetadataDeltaRequest, GetMetadataDeltaResponse};
 use testkit::content::{Content, open_device};
 use testkit::{BLOCK, Beside, MIB, PoolKind, Rig, narrow_client};
 
-use crate::faults::{hashed, is_compared, live, until};
+use crate::faults::{hashed, is_compared, until};
 use testkit::orders::{Orders, Point};
 
 /// More tuples than a client with small windows receives before it reads.
@@ -111,7 +111,7 @@ impl Scene {
 
     /// Waits for the background work on the deleted snapshots: both are hashed, and the base's data is freed.
     async fn settled(&self, base: &str, target: &str) {
-        let [base, target] = [base, target].map(|id| live(&self.rig, id));
+        let [base, target] = [base, target].map(|id| self.rig.snapshot_dir(id));
         until("the base is freed", || !base.bytes().exists()).await;
         until("the target is hashed", || !target.bytes().exists() || is_compared(&target)).await;
     }
@@ -156,7 +156,7 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
         let (base, before) = scene.base(base_is_hashed).await;
         let ordered = scene.hold(step, "hashing", hold);
         let target = scene.target().await;
-        let dir = live(&scene.rig, &target);
+        let dir = scene.rig.snapshot_dir(&target);
         let held = scene.held(ordered, || is_compared(&dir)).await;
         let read = Read::begin(&scene.rig, &base, &target).await;
         for id in [&base, &target] {
@@ -220,7 +220,7 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
             }
         });
         let held = scene.held(ordered, || deletions.is_finished()).await;
-        let pending = MapFile::open(&live(&scene.rig, &target).pending()).and_then(|map| map.count());
+        let pending = MapFile::open(&scene.rig.snapshot_dir(&target).pending()).and_then(|map| map.count());
         let is_hashing = pending.is_ok_and(|count| count > 0);
         // Read some messages while the deletion is held, and the rest when deletions and hashing are done.
         read.on(4).await;

@@ -8,10 +8,9 @@ use csi_client::Error;
 use proto::GetMetadataAllocatedRequest;
 use tonic::Request;
 
-use crate::faults::{is_hashed, live, until};
-use testkit::content::blocks_of;
+use crate::faults::{is_hashed, until};
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{BLOCK, MIB};
+use testkit::prelude::*;
 
 /// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
 /// Neither map existed any more.
@@ -54,7 +53,7 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails(rig: Rig<Dir>) {
 async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own(rig: Rig<Xfs>) {
     let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
-    let dir = live(&rig, &snapshot);
+    let dir = rig.snapshot_dir(&snapshot);
     until("hashed", || is_hashed(&dir)).await;
     std::fs::write(dir.allocated(), "damaged").expect("damage the map");
     let mut orders = Orders::new(rig.dir.path());
@@ -84,7 +83,7 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own(r
 async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it(rig: Rig<Btrfs>) {
     let (volume, _, content) = rig.written_volume("volume", 8 * MIB, (10, 100, 1)).await;
     let snapshot = rig.snapshot("snapshot", &volume).await;
-    let dir = live(&rig, &snapshot);
+    let dir = rig.snapshot_dir(&snapshot);
     until("hashed", || is_hashed(&dir)).await;
     // A map without the last block, and one block to hash, after which the map is checked.
     let make_wrong = || {

@@ -2,11 +2,9 @@
 
 use std::process::Command;
 
-use csi_client::mount_capability;
-use proto::NodePublishVolumeRequest;
-
+use crate::usage::ephemeral;
 use testkit::orders::{Cut, Orders};
-use testkit::{names, requests};
+use testkit::prelude::*;
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume, the retry failed with a final code,
 /// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and
@@ -16,17 +14,8 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails(rig: 
     let mut orders = Orders::new(rig.dir.path());
     let (volumes, mut failed) = (rig.pool_dir().join("volumes"), 0);
     for at in 1.. {
-        let target_path = rig.dir.path().join("inline").display().to_string();
-        let volume_id = format!("csi-{at}");
-        let mut publish = NodePublishVolumeRequest {
-            volume_id: volume_id.clone(),
-            target_path: target_path.clone(),
-            volume_capability: Some(mount_capability("ext4")),
-            ..Default::default()
-        };
-        for (name, value) in [("csi.storage.k8s.io/ephemeral", "true"), ("size", "16Mi")] {
-            publish.volume_context.insert(name.into(), value.into());
-        }
+        let publish = ephemeral(&rig, &format!("csi-{at}"), "16Mi");
+        let unpublish = requests::unpublish(&publish.volume_id, &publish.target_path);
         orders.give(Cut::Kill, at, "calls");
         let published = rig.client.node.node_publish_volume(publish.clone()).await.is_ok();
         orders.withdraw();
@@ -42,7 +31,6 @@ async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails(rig: 
             }
             failed += usize::from(again.is_err());
         }
-        let unpublish = requests::unpublish(volume_id, target_path);
         rig.client.node.node_unpublish_volume(unpublish).await.expect("unpublish");
         assert_eq!(names(&volumes), Vec::<String>::new(), "killed before step {at}");
         if published {

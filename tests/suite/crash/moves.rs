@@ -2,9 +2,8 @@
 
 use cbt::MapFile;
 
-use testkit::content::Content;
 use testkit::orders::{Orders, Point};
-use testkit::{BLOCK, MIB, PoolKind, Rig, names};
+use testkit::prelude::*;
 
 /// The incident: a deletion moved the files of a snapshot, and the sync after that took long. Until its end the index had the
 /// old path. Meanwhile a delta from that base was `NOT_FOUND`, and a new snapshot found no parent, hashed everything and

@@ -1,6 +1,6 @@
 //! A thread whose work nobody else does panics.
 
-use crate::faults::{hashed, live, until};
+use crate::faults::{hashed, until};
 use testkit::orders::Orders;
 use testkit::{BLOCK, MIB};
 
@@ -27,7 +27,7 @@ async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_it
     rig.kill();
     assert!(rig.log().contains("the hashing thread panicked, the driver ends"), "{}", rig.log());
     rig.start_again().await;
-    let dir = live(&rig, &base);
+    let dir = rig.snapshot_dir(&base);
     until("the bytes are freed", || !dir.bytes().exists()).await;
     assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
     rig.detach(&volume).await;

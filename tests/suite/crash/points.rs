@@ -7,8 +7,6 @@
 
 use std::path::Path;
 
-use tonic::Code;
-
 use super::audit::When;
 use super::cases::{Case, DELETIONS, cases};
 use super::scene::Scene;
@@ -17,9 +15,10 @@ use super::{FLAGS, asked, retried};
 use crate::faults::pool_full::small_pool_with;
 pub use crate::model::calls::Call;
 use crate::model::wire::{Answer, make};
+use testkit::POOLS;
 use testkit::orders::{Cut, Orders, Point};
 use testkit::places::{Ballast, Disk};
-use testkit::{POOLS, PoolKind, Rig};
+use testkit::prelude::*;
 
 /// The errors with which a step fails, and the code that the caller gets.
 const ERRORS: [(i32, Code); 2] =

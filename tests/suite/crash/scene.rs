@@ -6,7 +6,6 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use base::ByteRange;
-use csi_client::Client;
 use files::DataRanges;
 
 use super::cases::{
@@ -19,9 +18,8 @@ use crate::model::names::Asked;
 use crate::model::rounds::Event;
 use crate::model::wire::{Answer, make};
 use crate::model::world::{Bytes, MARK, World};
-use testkit::content::Content;
+use testkit::prelude::*;
 use testkit::subject::{Site, Subject};
-use testkit::{BLOCK, MIB, Rig};
 
 /// The size of a raw volume.
 pub const SIZE: i64 = 8 * MIB;
@@ -47,7 +45,6 @@ pub struct Scene {
     pub snapshots: BTreeMap<String, blake3::Hash>,
     known: Known,
     tally: life::Tally,
-    /// Whether the filesystem is mounted.
     is_mounted: bool,
 }
 
@@ -141,7 +138,6 @@ impl Scene {
         scene
     }
 
-    /// The id of a volume.
     pub fn volume(&self, name: Name) -> String {
         self.known.names.volume(&Ref::Last(name))
     }
@@ -231,7 +227,6 @@ impl Scene {
     }
 }
 
-/// The steps that make the scene.
 fn steps() -> Vec<Step> {
     let origin = || From::Volume(Ref::Last(ORIGIN));
     let device = |name, from| volume(name, Access::Block, SIZE, from);

@@ -12,25 +12,29 @@ use super::cases::{FILESYSTEM, RAW, target};
 use super::points::Stride;
 use super::scene::Scene;
 use super::tally::{Tally, last_lines};
-use crate::faults::{compared, is_compared, live};
+use crate::faults::{compared, is_compared};
 use testkit::content::Content;
 use testkit::orders::{Cut, Orders, Point};
-use testkit::{PoolKind, Rig, set_state, state_of, swept_dir, try_command, wait};
+use testkit::{PoolKind, Rig, set_frozen, swept_dir, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
 
-fn cut_at(points: &[Point]) -> Option<&Point> {
-    points.iter().find(|point| point.hit)
+/// The point at which an order was carried out, which counts, and a name for the round.
+fn cut_at(tally: &mut Tally, what: &str, cut: Cut, points: Vec<Point>) -> (Option<Point>, String) {
+    let point = points.into_iter().find(|point| point.hit);
+    tally.round(point.is_some());
+    let place = point.as_ref().map_or("after the last point".to_owned(), |point| {
+        tally.point(format!("{what} {cut:?} {} {}", point.number, point.step));
+        format!("at point {}: {} {}", point.number, point.step, point.path.display())
+    });
+    let context = format!("{what}, {:?}, {cut:?} {place}", tally.pool);
+    (point, context)
 }
 
-fn context(what: &str, pool: PoolKind, cut: Cut, points: &[Point]) -> String {
-    match cut_at(points) {
-        Some(point) => {
-            let Point { number, step, path, .. } = point;
-            format!("{what}, {pool:?}, {cut:?} at point {number}: {step} {}", path.display())
-        }
-        None => format!("{what}, {pool:?}, {cut:?} after the last point"),
-    }
+/// The points of a series that are cut.
+fn strides(pool: PoolKind, series: usize) -> impl Iterator<Item = u64> {
+    let Stride { first, step } = Stride::of(pool, series, 2);
+    (first..).step_by(step as usize)
 }
 
 /// Whether a process was killed or failed at a point, as ordered.
@@ -47,8 +51,7 @@ fn ended_as_wanted(cut: Cut, ended: ExitStatus) -> bool {
 async fn a_first_start_that_is_cut_is_taken_up_by_the_next(pool: PoolKind) {
     let mut tally = Tally::new("first-start", pool);
     for (series, cut) in CUTS.into_iter().enumerate() {
-        let Stride { first, step } = Stride::of(pool, series, 2);
-        for at in (first..).step_by(step as usize) {
+        for at in strides(pool, series) {
             let (dir, _swept) = swept_dir();
             if !first_start(dir.path(), pool, cut, at, &mut tally).await {
                 break;
@@ -87,32 +90,27 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
     orders.give(cut, at, "main");
     let flags = FLAGS.map(String::from);
     let outcome = try_command(dir, pool, &flags, &[], "info").await;
-    let points = orders.withdraw();
-    let context = context("first start", pool, cut, &points);
-    tally.round(cut_at(&points).is_some());
+    let (point, context) = cut_at(tally, "first start", cut, orders.withdraw());
     let log = || last_lines(&std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default());
     match outcome {
         // The socket answers a moment before the last step of the start.
-        Ok((mut child, _)) if cut_at(&points).is_some_and(|point| is_socket(&point.path)) => {
+        Ok((mut child, _)) if point.as_ref().is_some_and(|point| is_socket(&point.path)) => {
             let ended = wait(&mut child, Duration::from_secs(20));
             assert!(ended_as_wanted(cut, ended), "{context}: it ended with {ended}\n{}", log());
         }
         Ok((mut child, _)) => {
             child.kill().expect("kill");
             child.wait().expect("wait");
-            let cut_off = cut_at(&points).is_some_and(|point| !is_passed_over(cut, point));
+            let cut_off = point.as_ref().is_some_and(|point| !is_passed_over(cut, point));
             assert!(!cut_off, "{context}: it started\n{}", log());
         }
         Err(ended) => {
-            assert!(cut_at(&points).is_some(), "{context}: it ended with {ended}\n{}", log());
-            assert!(ended_as_wanted(cut, ended), "{context}: it ended with {ended}\n{}", log());
+            let is_wanted = point.is_some() && ended_as_wanted(cut, ended);
+            assert!(is_wanted, "{context}: it ended with {ended}\n{}", log());
             if cut != Cut::Kill {
                 testkit::nothing_left(dir);
             }
         }
-    }
-    if let Some(point) = cut_at(&points) {
-        tally.point(format!("first start {cut:?} {} {}", point.number, point.step));
     }
     let (mut child, mut client) = try_command(dir, pool, &flags, &[], "info")
         .await
@@ -127,7 +125,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
     strangers
         .retain(|name| !["deltapath.json", "lock", "pool", "pool.img", "reserve"].contains(&name.as_str()));
     assert!(strangers.is_empty(), "{context}: {strangers:?} are left");
-    cut_at(&points).is_some()
+    point.is_some()
 }
 
 /// What a driver that died leaves to the next: half-removed objects, a frozen filesystem, and a pool that is mounted or not.
@@ -145,10 +143,7 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
         assert!(left.is_empty(), "{left:?}");
         return;
     }
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
-    let mut state = state_of(&pool, &scene.files);
-    state["frozen"] = boot.trim().into();
-    set_state(&pool, &scene.files, state);
+    set_frozen(&pool, &scene.files);
     let target = scene.path(target(FILESYSTEM));
     testkit::ok(std::process::Command::new("fsfreeze").arg("--freeze").arg(&target));
     assert!(mount::mounted_at(&target).expect("mounts").is_some());
@@ -162,28 +157,25 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: Poo
     let mut orders = Orders::new(rig.dir.path());
     for (series, (cut, detached)) in CUTS.into_iter().flat_map(|cut| [(cut, false), (cut, true)]).enumerate()
     {
-        let Stride { first, step } = Stride::of(pool, series, 2);
-        for at in (first..).step_by(step as usize) {
+        for at in strides(pool, series) {
             disorder(&mut rig, &scene, detached).await;
             orders.give(cut, at, "main");
             let outcome = rig.try_start_again().await;
-            let points = orders.withdraw();
-            let context = context("start", pool, cut, &points);
-            tally.round(cut_at(&points).is_some());
-            let Some(point) = cut_at(&points) else {
+            let what = if detached { "start on a detached pool" } else { "start" };
+            let (point, context) = cut_at(&mut tally, what, cut, orders.withdraw());
+            let Some(point) = point else {
                 outcome.unwrap_or_else(|ended| panic!("{context}: {ended}\n{}", last_lines(&rig.log())));
                 scene.use_again(&mut rig).await;
                 tally.look(&mut rig, &mut scene, When::Undone, &context).await;
                 break;
             };
-            tally.point(format!("start {detached} {cut:?} {} {}", point.number, point.step));
             match outcome {
                 Err(ended) => {
                     assert!(ended_as_wanted(cut, ended), "{context}: {ended}");
                     rig.start_again().await;
                 }
                 // The socket answers a moment before the last step of the start.
-                Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
+                Ok(()) if is_socket(&point.path) || is_passed_over(cut, &point) => {
                     rig.crash().await;
                 }
                 // If one object cannot be repaired, the start logs it and continues, and the next start tries again.
@@ -191,7 +183,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(pool: Poo
                     let reported = last_lines(&rig.log());
                     let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
                     let alone = point.path.ends_with("state.json") || point.step == "thaw" || is_its_sync;
-                    let said = match clears_up(point) {
+                    let said = match clears_up(&point) {
                         true => {
                             reported.contains("objects that a crash left incomplete could not be removed")
                         }
@@ -220,10 +212,8 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(pool: PoolKind) {
         scene.leave(&mut rig).await;
         orders.give(cut, at, "main");
         let ended = tokio::task::block_in_place(|| rig.terminate());
-        let points = orders.withdraw();
-        let context = context("stop", pool, cut, &points);
-        tally.round(cut_at(&points).is_some());
-        match cut_at(&points) {
+        let (point, context) = cut_at(&mut tally, "stop", cut, orders.withdraw());
+        match &point {
             None => assert!(ended.success(), "{context}: {ended}\n{}", last_lines(&rig.log())),
             // The next driver replaces a stale socket.
             Some(point) if is_socket(&point.path) && cut != Cut::Kill => {
@@ -233,10 +223,7 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(pool: PoolKind) {
                 assert!(ended_as_wanted(cut, ended), "{context}: {ended}\n{}", last_lines(&rig.log()));
             }
         }
-        if let Some(point) = cut_at(&points) {
-            tally.point(format!("stop {cut:?} {} {}", point.number, point.step));
-            turns.push((cut, at + 1));
-        }
+        turns.extend(point.map(|_| (cut, at + 1)));
         rig.start_again().await;
         scene.use_again(&mut rig).await;
         tally.look(&mut rig, &mut scene, When::Undone, &context).await;
@@ -257,8 +244,7 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(poo
     let device = scene.path(target(RAW));
     let mut round = 0;
     for (series, cut) in CUTS.into_iter().enumerate() {
-        let Stride { first, step } = Stride::of(pool, series, 2);
-        for at in (first..).step_by(step as usize) {
+        for at in strides(pool, series) {
             round += 1;
             // The base is hashed; then blocks change in several pages of hashes.
             let base = rig.snapshot(&format!("base {round}"), &raw).await;
@@ -274,15 +260,10 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(poo
             if let Ok(target) = &early {
                 worked_or_cut(&orders, &target.snapshot_id, &rig).await;
             }
-            let points = orders.withdraw();
-            let reached = cut_at(&points).is_some();
-            let context = context("hashing", pool, cut, &points);
-            tally.round(reached);
+            let (point, context) = cut_at(&mut tally, "hashing", cut, orders.withdraw());
+            let reached = point.is_some();
             if let Err(error) = early {
                 assert!(reached && cut == Cut::Kill, "{context}: {error}");
-            }
-            if let Some(point) = cut_at(&points) {
-                tally.point(format!("hashing {cut:?} {} {}", point.number, point.step));
             }
             if cut != Cut::Kill {
                 tally.look(&mut rig, &mut scene, When::Cut, &context).await;
@@ -309,7 +290,7 @@ async fn worked_or_cut(orders: &Orders, snapshot: &str, rig: &Rig) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !orders.passed().iter().any(|point| point.hit) {
         assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
-        let done = is_compared(&live(rig, snapshot));
+        let done = is_compared(&rig.snapshot_dir(snapshot));
         // Some steps follow after the map is replaced.
         tokio::time::sleep(Duration::from_millis(if done { 30 } else { 2 })).await;
         if done {

@@ -9,7 +9,7 @@ use testkit::{PoolKind, Rig};
 /// The figures of one test. They are printed when dropped, even if the test fails.
 pub struct Tally {
     what: &'static str,
-    pool: PoolKind,
+    pub pool: PoolKind,
     rounds: usize,
     /// Rounds in which the call was interrupted.
     pub cut: usize,
@@ -23,7 +23,6 @@ impl Tally {
         Tally { what, pool, rounds: 0, cut: 0, points: BTreeSet::new(), losses: 0, leaks: 0 }
     }
 
-    /// Counts a round.
     pub fn round(&mut self, cut: bool) {
         self.rounds += 1;
         self.cut += usize::from(cut);
@@ -51,7 +50,6 @@ impl Tally {
     }
 }
 
-/// The end of a log.
 pub fn last_lines(log: &str) -> String {
     let lines: Vec<&str> = log.lines().collect();
     lines[lines.len().saturating_sub(30)..].join("\n")

@@ -8,9 +8,8 @@ use deltapath::sys::attributes::Flag;
 use deltapath::sys::loopdev::LoopDevice;
 
 use crate::faults::Disk;
-use testkit::content::Content;
 use testkit::orders::{Cut, Orders};
-use testkit::{MIB, PoolKind, Rig};
+use testkit::prelude::*;
 
 /// Whether writes are synchronous, and whether they bypass the page cache.
 fn mode(data: &Path) -> (bool, bool) {

@@ -6,17 +6,13 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use base::ObjectDir;
-use csi_client::{block_capability, from_snapshot};
-use tonic::Code;
-
 use super::{
     Disk, StorageTrouble, Trouble, assert_nothing_half_made, compared, exact_or_error, hashed, health,
-    is_hashed, listed, live, node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
-    without_skip,
+    is_unwell, listed, probe, storage, storage_tells, sync_fs, tells, until, unwell, without_skip,
 };
-use testkit::content::{Content, block_bytes, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from};
+use testkit::content::block_bytes;
+use testkit::prelude::*;
+use testkit::said;
 
 const SECTOR: usize = 4096;
 
@@ -144,7 +140,7 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
     let sound = line(&mut rig, "sound", 10).await;
     for (number, name) in ["allocated.map", "changed.map", "pending.map", "hashes"].into_iter().enumerate() {
         let mut line = line(&mut rig, name, 20 + 4 * number as u8).await;
-        let path = live(&rig, &line.target.0).path().join(name);
+        let path = rig.snapshot_dir(&line.target.0).path().join(name);
         spoil(&disk, &path, first_block(&path));
         // A damaged map can be made again from the data. A damaged hash cannot, since the data may be damaged too. The next
         // snapshot must be taken and hashed in both cases.
@@ -166,7 +162,7 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
 
     // A damaged block of data: maps and hashes still give right answers, but its bytes are lost.
     let damaged = line(&mut rig, "damaged", 40).await;
-    let data = live(&rig, &damaged.base.0).data();
+    let data = rig.snapshot_dir(&damaged.base.0).data();
     spoil(&disk, &data, 120 * BLOCK);
     assert!(damaged.answers(&mut rig).await, "maps and hashes are sound");
     let restore = new_volume_from("restored", 64 * MIB, block_capability(), from_snapshot(&damaged.base.0));
@@ -182,27 +178,20 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
             drop(device);
             rig.detach(&volume.volume_id).await;
         }
-        Err(error) => {
-            assert_eq!(error.code(), Code::Internal, "{error}");
-            assert!(error.to_string().contains("Input/output error"), "{error}");
-            assert!(error.to_string().contains("the disk failed"), "{error}");
-        }
+        refused => is_refused(refused, Code::Internal, &["Input/output error", "the disk failed"]),
     }
     assert_nothing_half_made(&rig);
-    let mut verify = std::process::Command::new(testkit::program("deltapath"));
-    let seen = verify.args(["verify", "--data-dir"]).arg(rig.data_dir()).output().expect("verify");
-    let said = String::from_utf8_lossy(&seen.stdout).into_owned();
-    assert!(seen.status.code() == Some(1) && said.contains(&damaged.base.0), "{seen:?}");
+    let seen = testkit::verify(&rig.data_dir());
+    assert!(seen.status.code() == Some(1) && said(&seen).contains(&damaged.base.0), "{seen:?}");
 
     // A damaged record is still in memory. After a restart its object is withheld, and all others are served.
-    let record = live(&rig, &damaged.base.0).record();
+    let record = rig.snapshot_dir(&damaged.base.0).record();
     spoil(&disk, &record, 0);
     assert!(damaged.answers(&mut rig).await);
     rig.kill();
     forget(&record);
     rig.start_again().await;
-    let error = rig.client.allocated(&damaged.base.0, 0, 0).await.expect_err("withheld");
-    assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
+    is_refused(rig.client.allocated(&damaged.base.0, 0, 0).await, Code::Internal, &["record.json"]);
     assert!(sound.answers(&mut rig).await, "what is sound is served");
     assert_eq!(rig.allocated(&damaged.target.0).await, damaged.target.1.allocated(BLOCK));
     probe(&rig).await.expect("it lives");
@@ -218,13 +207,9 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
 /// Block 120 of a volume cannot be read. Its health names the block, as long as it cannot be read.
 async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
     for _ in 0..2 {
-        for view in [health(rig, volume).await, node_health(rig, volume).await] {
-            let said = tells(&view, "ReadError", Trouble::DataLoss);
-            let place = format!("{} cannot be read at byte {}:", data.display(), 120 * BLOCK);
-            let end = place.rsplit_once("/volumes/").expect("a path").1;
-            assert!(said.contains(end) && said.contains("Input/output error"), "{said}");
-            assert_eq!(view.len(), 1, "{view:?}");
-        }
+        let place = format!("{} cannot be read at byte {}:", data.display(), 120 * BLOCK);
+        let end = place.rsplit_once("/volumes/").expect("a path").1;
+        is_unwell(rig, volume, "ReadError", Trouble::DataLoss, &[end, "Input/output error"]).await;
     }
     assert_eq!(unwell(rig, 0).await.len(), 1);
     // The filesystem's count of errors belongs to no single volume.
@@ -242,14 +227,12 @@ async fn a_bad_block_in_a_volume(#[case] pool: PoolKind) {
     let mut rig = disk.rig(pool, &[]).await;
     let (volume, device, mut before) = rig.written_volume("volume", 64 * MIB, (0, 400, 1)).await;
     File::open(&device).and_then(|file| file.sync_all()).expect("sync");
-    let data = ObjectDir::new(rig.pool_dir().join("volumes").join(&volume)).data();
+    let data = rig.volume_dir(&volume).data();
     spoil(&disk, &data, 120 * BLOCK);
     let taken = rig.client.create_snapshot("base", &volume).await;
     match pool {
         PoolKind::Dir => {
-            let error = taken.expect_err("a copy of what cannot be read");
-            assert_eq!(error.code(), Code::Internal, "{error}");
-            assert!(error.to_string().contains("Input/output error"), "{error}");
+            is_refused(taken, Code::Internal, &["Input/output error"]);
             assert_nothing_half_made(&rig);
             assert_eq!(listed(&rig).await.1, Vec::<String>::new());
             lost_block(&rig, &volume, &data).await;
@@ -277,13 +260,11 @@ async fn a_bad_block_in_a_volume(#[case] pool: PoolKind) {
             // Hashing continues for others.
             let (other, ..) = rig.written_volume("other", 64 * MIB, (0, 100, 1)).await;
             let snapshot = rig.snapshot("other", &other).await;
-            let dir = live(&rig, &snapshot);
-            until("others are hashed", || is_hashed(&dir)).await;
+            hashed(&rig, &[&snapshot]).await;
             rig.detach(&other).await;
             // Without the bad block everything works again.
             rig.client.delete_snapshot(&base).await.expect("delete");
-            let dir = live(&rig, &target);
-            until("the next one is hashed", || is_hashed(&dir)).await;
+            hashed(&rig, &[&target]).await;
         }
     }
     assert_eq!(health(&rig, &volume).await, []);
@@ -307,8 +288,7 @@ async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKin
         rig.detach(&line.volume).await;
     }
     sync_fs(&rig.pool_dir());
-    assert!(rig.terminate().success());
-    rig.start_again().await;
+    rig.restart().await;
     let image = File::options().write(true).open(rig.data_dir().join("pool.img")).expect("open");
     let length = image.metadata().expect("stat").len();
     let (mut failed, mut reported) = (0, 0);
@@ -326,7 +306,7 @@ async fn a_cut_image_gives_the_truth_or_an_error(#[values(PoolKind::Xfs, PoolKin
         }
         for line in &lines {
             for id in [&line.base.0, &line.target.0] {
-                let dir = live(&rig, id);
+                let dir = rig.snapshot_dir(id);
                 [dir.data(), dir.hashes(), dir.allocated(), dir.changed(), dir.pending()]
                     .iter()
                     .filter(|path| path.exists())

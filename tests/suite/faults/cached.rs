@@ -8,13 +8,13 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use csi_client::{block_capability, new_volume};
 use files::AlignedBuffer;
 
+use super::pool_full::small_pool_of;
 use super::{Disk, StorageTrouble, health, storage, storage_tells};
 use testkit::content::block_bytes;
 use testkit::order::image;
-use testkit::{BLOCK, MIB, PoolKind, Rig};
+use testkit::prelude::*;
 
 /// Blocks per request of each writer. None is a power of two, so that the filesystem writes a request in several parts.
 const TOGETHER: [u64; 3] = [250, 33, 7];
@@ -73,17 +73,10 @@ async fn nothing_is_lost(mut rig: Rig, direct_io: Option<bool>) {
 
 #[apply(every_pool)]
 async fn a_cached_device_on_a_full_pool_loses_nothing(pool: PoolKind) {
-    match pool {
-        PoolKind::Dir => {
-            let disk = Disk::ext4(200 << 20);
-            let rig = disk.rig(pool, &[]).await;
-            nothing_is_lost(rig, Some(false)).await;
-            disk.finish();
-        }
-        PoolKind::Xfs | PoolKind::Btrfs => {
-            let rig = Rig::start_with(pool, &["--pool-size", "320Mi"], "info").await;
-            nothing_is_lost(rig, Some(false)).await;
-        }
+    let (disk, rig) = small_pool_of(pool, if pool == PoolKind::Dir { 200 } else { 320 }).await;
+    nothing_is_lost(rig, Some(false)).await;
+    if let Some(disk) = disk {
+        disk.finish();
     }
 }
 

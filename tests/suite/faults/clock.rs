@@ -5,12 +5,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use proto::ListSnapshotsRequest;
-use tonic::Code;
-
 use super::until;
-use testkit::content::Content;
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, requests, temp_dir};
+use testkit::prelude::*;
+use testkit::temp_dir;
 
 const YEAR: i64 = 365 * 24 * 3600;
 
@@ -93,8 +90,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
         assert!((0..1_000_000_000).contains(&nanos), "{nanos}");
         taken.push((snapshot, content.clone()));
     }
-    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
-    assert_eq!(listed.into_inner().entries.len(), taken.len());
+    assert_eq!(rig.client.snapshots().await.expect("ListSnapshots").len(), taken.len());
     for (at, (target, after)) in taken.iter().enumerate() {
         for (base, before) in &taken[..at] {
             assert_eq!(rig.changed(base, target).await, after.changed_since(before, BLOCK), "{pool:?}");
@@ -104,12 +100,6 @@ async fn snapshots_are_in_order_whatever_the_clock_says(pool: PoolKind) {
     rig.detach_and_finish(&volume).await;
 }
 
-async fn restart(rig: &mut Rig) {
-    assert!(rig.terminate().success());
-    rig.start_again().await;
-}
-
-/// Whether a deleted snapshot is retained.
 fn is_kept(rig: &Rig, snapshot: &str) -> bool {
     rig.retained().iter().any(|id| id == snapshot)
 }
@@ -132,13 +122,13 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
     }
     for off in [0, -10 * YEAR, 0] {
         clock.off_by(off);
-        restart(&mut rig).await;
+        rig.restart().await;
         for (base, before) in &taken {
             assert_eq!(rig.changed(base, &last.0).await, last.1.changed_since(before, BLOCK));
         }
     }
     clock.off_by(2 * 3600);
-    restart(&mut rig).await;
+    rig.restart().await;
     until("all go when the hour is over", || taken.iter().all(|(id, _)| !is_kept(&rig, id))).await;
     assert_eq!(rig.allocated(&last.0).await, last.1.allocated(BLOCK));
     rig.detach_and_finish(&volume).await;
@@ -154,7 +144,7 @@ async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
     clock.off_by(10 * YEAR);
     rig.client.delete_snapshot(&first).await.expect("delete");
     clock.off_by(0);
-    restart(&mut rig).await;
+    rig.restart().await;
     assert!(is_kept(&rig, &first), "its two seconds are not over");
     tokio::time::sleep(std::time::Duration::from_millis(2100)).await;
     // Every change of the volume's line applies the retention.

@@ -5,16 +5,13 @@
 
 use std::path::PathBuf;
 
-use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{loopdev::LoopDevice, program};
-use tonic::Code;
 
 use super::{
-    StorageTrouble, Trouble, health, is_hashed, listed, live, node_health, probe, storage, storage_tells,
-    tells, until, unwell, verify,
+    StorageTrouble, Trouble, hashed, is_unwell, listed, probe, storage, storage_tells, unwell, verify,
 };
-use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, requests};
+use testkit::leftovers;
+use testkit::prelude::*;
 
 struct Scene {
     rig: Rig,
@@ -32,8 +29,7 @@ async fn shut_down() -> Scene {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (raw, _, content) = rig.written_volume("raw", 16 * MIB, (5, 200, 1)).await;
     let base = rig.snapshot("base", &raw).await;
-    let dir = live(&rig, &base);
-    until("hashed", || is_hashed(&dir)).await;
+    hashed(&rig, &[&base]).await;
     let (files, target) = rig.published("files", 32 * MIB, mount_capability("ext4")).await;
     std::fs::write(target.join("file"), "here").expect("write");
     super::sync_fs(&target);
@@ -80,8 +76,7 @@ impl Scene {
         self.rig.client.node.node_unpublish_volume(undo).await.expect("the inline volume is deleted");
         let device = self.rig.attach(&self.raw).await;
         self.content.assert_equals(&device, 0, 300);
-        let list = self.rig.client.allocated(&self.base, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&list, BLOCK), self.content.allocated(BLOCK));
+        assert_eq!(self.rig.allocated(&self.base).await, self.content.allocated(BLOCK));
         let target = self.rig.publish(&self.files, mount_capability("ext4")).await;
         assert_eq!(std::fs::read_to_string(target.join("file")).expect("read"), "here");
         verify(&self.rig);
@@ -97,10 +92,7 @@ impl Scene {
 async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
     let scene = shut_down().await;
     for volume in [&scene.raw, &scene.files] {
-        for view in [health(&scene.rig, volume).await, node_health(&scene.rig, volume).await] {
-            tells(&view, "PoolShutDown", Trouble::Inaccessible);
-            assert_eq!(view.len(), 1, "another fault than the dead pool: {view:?}");
-        }
+        is_unwell(&scene.rig, volume, "PoolShutDown", Trouble::Inaccessible, &[]).await;
     }
     assert_eq!(unwell(&scene.rig, 1).await.len(), 2);
     scene.comes_back().await;
@@ -118,12 +110,11 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     assert_eq!(code(client.allocated(&scene.base, 0, 0).await), Code::Unavailable);
     let refused = code(client.create_volume(new_volume("new", MIB, block_capability())).await);
     assert_eq!(refused, Code::Unavailable);
-    let list = client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
-    assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
+    assert_eq!(code(client.volumes().await), Code::Unavailable, "the list must fail, not be empty");
     let request = proto::ControllerListVolumeHealthRequest::default();
     let list = client.controller.controller_list_volume_health(request).await;
-    assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
+    assert_eq!(code(list), Code::Unavailable, "the list must fail, not be empty");
     let reported = client.controller.controller_get_volume_health(requests::health(&scene.raw)).await;
-    assert_eq!(reported.expect_err("nothing is known of it").code(), Code::Unavailable);
+    assert_eq!(code(reported), Code::Unavailable, "nothing is known of it");
     scene.comes_back().await;
 }

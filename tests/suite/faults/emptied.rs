@@ -4,14 +4,12 @@
 use std::path::Path;
 use std::process::Command;
 
-use csi_client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::space;
 
 use super::pool_full::small_pool_of;
 use super::{Disk, assert_nothing_half_made, listed, probe, sync_fs, until, verify};
-use testkit::{MIB, PoolKind, Rig, names};
+use testkit::prelude::*;
 
-/// How a pool is filled.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     /// One volume is written, past every cache.
@@ -39,7 +37,6 @@ fn fill(path: &Path, from: i64, mib: i64) -> bool {
     dd.arg(format!("of={}", path.display())).output().expect("run dd").status.success()
 }
 
-/// What there is to delete.
 enum Object {
     Volume(String),
     Snapshot(String),
@@ -197,8 +194,7 @@ async fn a_pool_on_a_full_disk_is_emptied(#[values(PoolKind::Btrfs, PoolKind::Xf
     made.push(Object::Snapshot(rig.snapshot("base", &volume).await));
     assert!(!fill(&device, 0, 1024), "there was room");
     rig.detach(&volume).await;
-    assert!(rig.terminate().success());
-    rig.start_again().await;
+    rig.restart().await;
     delete_all(&mut rig, made, 3).await;
     assert_eq!(listed(&rig).await, (vec![], vec![]));
     assert_nothing_half_made(&rig);
@@ -279,9 +275,8 @@ async fn a_full_btrfs_pool_of_an_earlier_version_is_emptied_after_an_upgrade() {
         rig.client.delete_volume(id).await.expect("DeleteVolume on a full pool");
     }
     assert_nothing_half_made(&rig);
-    rig.client.create_volume(new_volume("after", 64 * MIB, block_capability())).await.expect("create");
-    assert!(rig.terminate().success());
-    rig.start_again().await;
+    rig.volume("after", 64 * MIB, block_capability()).await;
+    rig.restart().await;
     assert_eq!(listed(&rig).await.0.len(), 1);
     let image = std::fs::metadata(rig.data_dir().join("pool.img")).expect("stat");
     assert_eq!(image.len(), (300 + 64) << 20, "it grows, and once");

@@ -1,11 +1,9 @@
 //! A data directory on filesystems of all kinds. Each works fully, or is refused with the reason.
 
-use csi_client::{from_snapshot, mount_capability};
-
 use super::Disk;
 use crate::startup::refused;
-use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, names};
+use testkit::driver_command;
+use testkit::prelude::*;
 
 /// A short run of everything: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
@@ -37,20 +35,14 @@ async fn lives(mut rig: Rig) {
     rig.finish();
 }
 
-/// Plain files on a filesystem in memory, and on an overlay, which the root of a container usually is.
-#[apply(device_test)]
-async fn plain_files_live_on_tmpfs_and_overlay() {
+/// Plain files, or the image that `--pool auto` makes, on a filesystem in memory, and on an overlay, which the root of a
+/// container usually is. A kind node has one of these below its data directory.
+#[apply(device_cases)]
+#[case::plain_files(PoolKind::Dir, &[])]
+#[case::an_image(PoolKind::Btrfs, &["--pool", "auto", "--pool-size", "1Gi"])]
+async fn a_pool_lives_on_tmpfs_and_overlay(#[case] pool: PoolKind, #[case] flags: &[&str]) {
     for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
-        lives(disk.rig(PoolKind::Dir, &[]).await).await;
-        disk.finish();
-    }
-}
-
-/// The filesystem that a kind node has below its data directory.
-#[apply(device_test)]
-async fn auto_makes_an_image_on_tmpfs_and_overlay() {
-    for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
-        lives(disk.rig(PoolKind::Btrfs, &["--pool", "auto", "--pool-size", "1Gi"]).await).await;
+        lives(disk.rig(pool, flags).await).await;
         disk.finish();
     }
 }
@@ -68,14 +60,11 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
     disk.finish();
 }
 
-/// A read-only filesystem.
 #[apply(device_cases)]
 async fn a_read_only_data_directory_is_refused(#[values(PoolKind::Dir, PoolKind::Xfs)] pool: PoolKind) {
     let disk = Disk::ext4(64 << 20);
     let dir = disk.dir();
-    let remounted =
-        std::process::Command::new("mount").args(["-o", "remount,ro"]).arg(&disk.mount_point).status();
-    assert!(remounted.expect("mount").success());
+    testkit::ok(std::process::Command::new("mount").args(["-o", "remount,ro"]).arg(&disk.mount_point));
     let said = refused(&mut driver_command(dir.path(), pool));
     assert!(said.contains("Read-only file system") && said.contains("data/lock"), "{said}");
     drop(dir);
@@ -113,8 +102,7 @@ async fn plain_files_on_xfs_list_what_was_written() {
             }
         }
         let snapshot = rig.snapshot(&round.to_string(), &volume).await;
-        let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
-        let (reported, written) = (blocks_of(&list, BLOCK), content.allocated(BLOCK));
+        let (reported, written) = (rig.allocated(&snapshot).await, content.allocated(BLOCK));
         let more: Vec<&u64> = reported.iter().filter(|block| !written.contains(block)).collect();
         let count = written.len();
         assert!(more.is_empty(), "round {round}: {count} blocks were written, and also listed are {more:?}");

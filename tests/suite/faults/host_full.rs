@@ -6,15 +6,11 @@
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use csi_client::{block_capability, from_snapshot, new_volume};
-use tonic::Code;
-
 use super::{
     Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, hashed, health, listed,
     probe, storage, storage_tells, tells, verify,
 };
-use testkit::content::open_device;
-use testkit::{BLOCK, MIB, PoolKind, new_volume_from};
+use testkit::prelude::*;
 
 /// How the driver recovers from a full disk.
 #[derive(Clone, Copy, PartialEq)]
@@ -53,10 +49,10 @@ async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
         let snapshot = rig.client.create_snapshot("third", &volume).await;
         let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await;
         let expand = rig.client.expand_volume(&volume, 512 * MIB).await;
-        for error in [create.err(), restore.err(), snapshot.err(), group.err(), expand.err()] {
-            let error = error.expect("there is no room");
-            assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
-            assert!(error.to_string().contains("free space on it"), "{error}");
+        for refused in
+            [create.map(drop), restore.map(drop), snapshot.map(drop), group.map(drop), expand.map(drop)]
+        {
+            is_refused(refused, Code::ResourceExhausted, &["free space on it"]);
         }
         assert_eq!(listed(&rig).await, before_it);
         assert_nothing_half_made(&rig);
@@ -71,17 +67,15 @@ async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
     });
     written.await.expect("join").expect_err("there is no room");
     super::sync_fs_may_fail(&rig.pool_dir());
-    let error = rig.client.create_snapshot("third", &volume).await.expect_err("there is no room");
-    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    assert_eq!(code(rig.client.create_snapshot("third", &volume).await), Code::ResourceExhausted);
     exact_or_error(rig.client.delta(&base, &target, 0, 0).await, &after.changed_since(&before, BLOCK));
     let seen = health(&rig, &volume).await;
     let said = tells(&seen, "PoolShortOfSpace", Trouble::Degraded);
     assert!(said.contains("the disk under the pool's image has "), "{said}");
     match (pool, probe(&rig).await) {
-        (PoolKind::Btrfs, Err(status)) => {
-            assert_eq!(status.code(), Code::FailedPrecondition);
+        (PoolKind::Btrfs, failed @ Err(_)) => {
             let reported = ["Read-only file system", "the disk under the pool's image has "];
-            assert!(reported.iter().all(|word| status.message().contains(word)), "{status}");
+            is_refused(failed, Code::FailedPrecondition, &reported);
             tells(&health(&rig, &volume).await, "PoolReadOnly", Trouble::Degraded);
             storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
         }
@@ -96,8 +90,7 @@ async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
         End::InOrder => {
             probe(&rig).await.expect_err("a restart is needed");
             rig.detach(&volume).await;
-            assert!(rig.terminate().success());
-            rig.start_again().await;
+            rig.restart().await;
             rig.attach(&volume).await;
         }
         End::Killed => {
@@ -106,8 +99,7 @@ async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
             rig.start_again().await;
             let log = rig.log();
             assert!(log.contains("cannot be remounted while volumes are in use: unpublish"), "{log}");
-            let refused = rig.client.delete_volume(&volume).await.expect_err("the pool does not answer");
-            assert_eq!(refused.code(), Code::Unavailable, "{refused}");
+            assert_eq!(code(rig.client.delete_volume(&volume).await), Code::Unavailable);
             rig.detach(&volume).await;
             // A container that starts has copies of all mounts for a while: the dead filesystem lives until they go, which may
             // be after the driver gave up waiting for its device.
@@ -117,8 +109,7 @@ async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
                 std::thread::sleep(Duration::from_secs(7));
                 drop(copy);
             });
-            assert!(rig.terminate().success());
-            rig.start_again().await;
+            rig.restart().await;
             copies.join().expect("no panic");
             rig.attach(&volume).await;
         }

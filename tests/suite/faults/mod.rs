@@ -22,28 +22,22 @@ use std::path::Path;
 use base::ObjectDir;
 use cbt::MapFile;
 use csi_client::BlockList;
-use tonic::Code;
 
 use crate::volume_health::{
-    StorageHealthErrorType as StorageTrouble, VolumeHealthErrorType as Trouble, health, node_health, storage,
-    storage_tells, tells, unwell,
+    StorageHealthErrorType as StorageTrouble, VolumeHealthErrorType as Trouble, health, is_reported,
+    is_unwell, storage, storage_tells, tells, unwell,
 };
-use testkit::content::blocks_of;
 pub use testkit::places::{Ballast, DeadDevices, Disk, sync_fs};
-use testkit::{BLOCK, Rig, names};
+use testkit::prelude::*;
 
 /// The same, but the disk may return an error.
 pub fn sync_fs_may_fail(dir: &Path) {
     let _ = nix::unistd::syncfs(File::open(dir).expect("open"));
 }
 
-/// The files of a snapshot.
-pub fn live(rig: &Rig, id: &str) -> ObjectDir {
-    rig.snapshot_dir(id)
-}
-
 /// Waits for something that happens in the background.
 pub async fn until(what: &str, holds: impl Fn() -> bool) {
+    // Not by `eventually`: an async closure is not known to be Send in a task.
     let deadline = std::time::Instant::now() + testkit::PATIENCE;
     while !holds() {
         assert!(std::time::Instant::now() < deadline, "never: {what}");
@@ -57,7 +51,6 @@ pub async fn without_skip(rig: &mut Rig, volume: &str) {
     rig.client.delete_snapshot(&first).await.expect("delete");
 }
 
-/// Whether a snapshot is fully hashed.
 pub fn is_hashed(dir: &ObjectDir) -> bool {
     MapFile::open(&dir.pending()).and_then(|map| map.count()).is_ok_and(|count| count == 0)
 }
@@ -65,8 +58,7 @@ pub fn is_hashed(dir: &ObjectDir) -> bool {
 /// Waits until all of these snapshots are.
 pub async fn hashed(rig: &Rig, ids: &[&String]) {
     for id in ids {
-        let dir = live(rig, id);
-        until("hashed", || is_hashed(&dir)).await;
+        until("hashed", || is_hashed(&rig.snapshot_dir(id))).await;
     }
 }
 
@@ -79,25 +71,18 @@ pub fn is_compared(dir: &ObjectDir) -> bool {
 /// Waits until all of these snapshots are.
 pub async fn compared(rig: &Rig, ids: &[&String]) {
     for id in ids {
-        let dir = live(rig, id);
-        until("compared", || is_compared(&dir)).await;
+        until("compared", || is_compared(&rig.snapshot_dir(id))).await;
     }
 }
 
 /// The listed ids of all volumes and of all snapshots.
 pub async fn listed(rig: &Rig) -> (Vec<String>, Vec<String>) {
-    let mut controller = rig.client.controller.clone();
-    let volumes = controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list");
-    let snapshots = controller.list_snapshots(proto::ListSnapshotsRequest::default()).await.expect("list");
-    let volumes = volumes.into_inner().entries.into_iter();
-    let snapshots = snapshots.into_inner().entries.into_iter();
-    (
-        volumes.map(|entry| entry.volume.expect("a volume").volume_id).collect(),
-        snapshots.map(|entry| entry.snapshot.expect("a snapshot").snapshot_id).collect(),
-    )
+    let mut client = rig.client.clone();
+    let volumes = client.volumes().await.expect("ListVolumes").into_iter();
+    let snapshots = client.snapshots().await.expect("ListSnapshots").into_iter();
+    (volumes.map(|volume| volume.volume_id).collect(), snapshots.map(|taken| taken.snapshot_id).collect())
 }
 
-/// Whether Probe reports the driver as ready.
 pub async fn probe(rig: &Rig) -> Result<(), tonic::Status> {
     rig.client.identity.clone().probe(proto::ProbeRequest {}).await.map(drop)
 }

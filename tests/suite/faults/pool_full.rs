@@ -4,15 +4,12 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use csi_client::{Error, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
-use tonic::Code;
-
 use super::{
-    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, listed,
-    live, node_health, probe, storage, storage_tells, tells, until, unwell, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, is_reported,
+    listed, probe, storage, storage_tells, until, unwell, verify,
 };
-use testkit::content::{Content, block_bytes, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, names, new_volume_from, requests};
+use testkit::content::block_bytes;
+use testkit::prelude::*;
 
 /// A driver on a pool of some hundred megabytes, and its disk if the pool is not an image. The fields have this order because
 /// the disk must be freed after the driver.
@@ -55,12 +52,9 @@ pub fn finish(rig: Rig, disk: Option<Disk>) {
 
 /// Checks that the call failed for lack of space, and that the message says what to do.
 #[track_caller]
-fn exhausted<T: std::fmt::Debug>(answer: Result<T, Error>) {
-    let error = answer.expect_err("there is no room");
-    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
-    let text = error.to_string();
-    assert!(text.contains("No space left on device"), "{text}");
-    assert!(text.contains("delete volumes or snapshots"), "it does not say what to do: {text}");
+fn exhausted<T>(answer: Result<T, impl testkit::Refusal>) {
+    let said = ["No space left on device", "delete volumes or snapshots"];
+    is_refused(answer, Code::ResourceExhausted, &said);
 }
 
 fn write_and_sync(device: &Path, block: u64, count: u64) -> std::io::Result<()> {
@@ -69,12 +63,6 @@ fn write_and_sync(device: &Path, block: u64, count: u64) -> std::io::Result<()> 
         file.write_all_at(&block_bytes(block, 9), block * BLOCK)?;
     }
     file.sync_all()
-}
-
-async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
-    let request = requests::modify(volume, &[("readAheadKiB", kib)]);
-    let answer = rig.client.controller.clone().controller_modify_volume(request).await;
-    answer.map(drop).map_err(|status| Error { call: "ControllerModifyVolume", status })
 }
 
 #[apply(every_pool)]
@@ -99,10 +87,8 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     // were holes.
     write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
     probe(&rig).await.expect("a full pool is well: deletions still work");
-    for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
-        let said = tells(&view, "PoolShortOfSpace", Trouble::Degraded);
-        assert!(said.contains("the pool has ") && said.contains("writes will fail"), "{said}");
-    }
+    let short = ["the pool has ", "writes will fail"];
+    is_reported(&rig, &volume, "PoolShortOfSpace", Trouble::Degraded, &short).await;
     assert_eq!(unwell(&rig, 2).await.len(), 3, "all volumes share the pool");
     storage_tells(&storage(&rig).await, "PoolShortOfSpace", StorageTrouble::StorageDegraded);
     // Existing volumes can be used as before.
@@ -122,7 +108,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
             exhausted(rig.client.create_volume(request).await);
         }
         exhausted(rig.client.expand_volume(&volume, 96 * MIB).await);
-        exhausted(modify(rig, &volume, "512").await);
+        exhausted(rig.modify(&volume, &[("readAheadKiB", "512")]).await);
         // The blocks are written but not synced, so the snapshot's flush finds that there is no space for them.
         let dirty = open_device(&device);
         for block in 10_000..10_064 {
@@ -157,7 +143,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
         rig.detach(&id).await;
     }
     rig.client.expand_volume(&volume, 96 * MIB).await.expect("expand");
-    modify(&rig, &volume, "512").await.expect("modify");
+    rig.modify(&volume, &[("readAheadKiB", "512")]).await.expect("modify");
     rig.attach(&idle.volume_id).await;
     rig.detach(&idle.volume_id).await;
     assert_eq!(rig.changed(&base, &third).await, after.changed_since(&before, BLOCK));
@@ -247,7 +233,7 @@ async fn hashing_waits_for_room(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: 
         ballast.give_back(4);
     };
     ballast.refill();
-    let dir = live(&rig, &base);
+    let dir = rig.snapshot_dir(&base);
     let failures = |rig: &Rig| rig.log().matches("could not be hashed").count();
     until("a failure is counted", || failures(&rig) > 0).await;
     assert!(!is_hashed(&dir), "there was room: this proves nothing");

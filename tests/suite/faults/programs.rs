@@ -4,12 +4,10 @@ use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, mount_capability, new_volume};
-use tonic::Code;
-
 use super::until;
 use crate::startup::refused;
-use testkit::{MIB, PoolKind, Rig, driver_command, names, swept_dir, temp_dir};
+use testkit::prelude::*;
+use testkit::{driver_command, swept_dir, temp_dir};
 
 /// The programs that the driver calls.
 const PROGRAMS: [&str; 9] =
@@ -92,10 +90,8 @@ async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrf
     let mkfs = format!("mkfs.{fs_type}");
     let capability = mount_capability(fs_type);
     let volume = rig.volume(fs_type, 320 * MIB, capability.clone()).await;
-    let error = rig.try_publish(&volume, capability.clone()).await.expect_err("mkfs");
-    assert_eq!(error.code(), Code::Internal, "{error}");
-    let text = error.to_string();
-    assert!(text.contains(&mkfs) && text.contains("install the program"), "{text}");
+    let refused = rig.try_publish(&volume, capability.clone()).await;
+    is_refused(refused, Code::Internal, &[&mkfs, "install the program"]);
     script(&bin, &mkfs, "for device; do :; done; echo junk >\"$device\"; echo 'half-way' >&2; exit 1");
     let error = rig.try_publish(&volume, capability.clone()).await.expect_err("mkfs");
     assert!(error.to_string().contains("half-way"), "{error}");

@@ -3,15 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use csi_client::{Error, block_capability, from_snapshot, new_volume};
 use deltapath::sys::mount;
-use tonic::Code;
 
 use super::{
-    Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, listed, node_health, probe,
-    storage, storage_tells, tells, unwell, verify,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_unwell, listed, probe,
+    storage, storage_tells, unwell, verify,
 };
-use testkit::{BLOCK, MIB, PoolKind, Rig, new_volume_from, requests, temp_dir};
+use testkit::prelude::*;
+use testkit::temp_dir;
 
 fn remount(mount_point: &Path, option: &str) {
     // A background thread may still have a file open for a moment.
@@ -28,12 +27,8 @@ fn remount(mount_point: &Path, option: &str) {
 }
 
 #[track_caller]
-fn read_only<T: std::fmt::Debug>(answer: Result<T, Error>) {
-    let error = answer.expect_err("the pool is read-only");
-    assert_eq!(error.code(), Code::Internal, "{error}");
-    let text = error.to_string();
-    assert!(text.contains("Read-only file system"), "{text}");
-    assert!(text.contains("remount it"), "it does not say what to do: {text}");
+fn read_only<T>(answer: Result<T, impl testkit::Refusal>) {
+    is_refused(answer, Code::Internal, &["Read-only file system", "remount it"]);
 }
 
 #[apply(every_pool)]
@@ -61,16 +56,11 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
     assert!(mount::mounted_at(&place).expect("mounts").is_some());
 
     remount(&place, "ro");
-    for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
-        let said = tells(&view, "PoolReadOnly", Trouble::Degraded);
-        assert!(said.contains("Read-only file system") && said.contains("remount it"), "{said}");
-        assert_eq!(view.len(), 1, "{view:?}");
-    }
+    let said = ["Read-only file system", "remount it"];
+    is_unwell(&rig, &volume, "PoolReadOnly", Trouble::Degraded, &said).await;
     assert_eq!(unwell(&rig, 0).await.len(), 1);
     storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
-    let status = probe(&rig).await.expect_err("nothing can be made");
-    assert_eq!(status.code(), Code::FailedPrecondition);
-    assert!(status.message().contains("Read-only file system"), "{status}");
+    is_refused(probe(&rig).await, Code::FailedPrecondition, &["Read-only file system"]);
     for _ in 0..2 {
         read_only(rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await);
         let restore = new_volume_from("restored", 64 * MIB, block_capability(), from_snapshot(&base));
@@ -78,9 +68,7 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
         read_only(rig.client.create_snapshot("third", &volume).await);
         read_only(rig.client.create_group("group", std::slice::from_ref(&volume)).await);
         read_only(rig.client.expand_volume(&volume, 96 * MIB).await);
-        let modify = requests::modify(&volume, &[("readAheadKiB", "512")]);
-        let modified = rig.client.controller.controller_modify_volume(modify).await;
-        read_only(modified.map_err(|status| Error { call: "ControllerModifyVolume", status }));
+        read_only(rig.modify(&volume, &[("readAheadKiB", "512")]).await);
         read_only(rig.try_publish(&volume, block_capability()).await);
         read_only(rig.client.delete_snapshot(&base).await);
         read_only(rig.client.delete_volume(&volume).await);
@@ -116,11 +104,7 @@ fn chattr(change: &str, path: &Path) {
 
 /// All health calls for a volume and for the storage report that the pool refuses writes, and why.
 async fn takes_no_write(rig: &Rig, volume: &str, why: &str) {
-    for view in [health(rig, volume).await, node_health(rig, volume).await] {
-        let said = tells(&view, "PoolWriteError", Trouble::Degraded);
-        assert!(said.contains(why), "{said}");
-        assert_eq!(view.len(), 1, "{view:?}");
-    }
+    is_unwell(rig, volume, "PoolWriteError", Trouble::Degraded, &[why]).await;
     assert_eq!(unwell(rig, 0).await.len(), 1);
     let said = storage_tells(&storage(rig).await, "PoolWriteError", StorageTrouble::StorageDegraded);
     assert!(said.contains(why), "{said}");
@@ -135,7 +119,7 @@ async fn a_pool_that_refuses_writes_is_reported() {
     assert_eq!(health(&rig, &volume).await, []);
     chattr("+i", &rig.pool_dir());
     takes_no_write(&rig, &volume, "Operation not permitted").await;
-    assert_eq!(probe(&rig).await.expect_err("nothing can be made").code(), Code::FailedPrecondition);
+    assert_eq!(code(probe(&rig).await), Code::FailedPrecondition, "nothing can be made");
     chattr("-i", &rig.pool_dir());
     assert_eq!(health(&rig, &volume).await, []);
     probe(&rig).await.expect("writable again");

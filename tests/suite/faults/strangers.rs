@@ -6,10 +6,10 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use csi_client::{block_capability, from_snapshot, mount_capability};
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::{mount, program};
 use fuser::{
@@ -19,7 +19,8 @@ use fuser::{
 
 use super::{DeadDevices, Disk};
 use testkit::disk::attributes;
-use testkit::{MIB, PoolKind, Rig, requests, swept_dir, temp_dir};
+use testkit::prelude::*;
+use testkit::{swept_dir, temp_dir};
 
 /// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {
@@ -28,19 +29,15 @@ async fn everything_works(rig: &mut Rig) {
         let snapshot = rig.snapshot("snapshot", &volume).await;
         let (restored, _) = rig.volume_from("restored", 0, from_snapshot(&snapshot)).await;
         let (files, target) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
-        let request = requests::stats(&files, &target);
-        rig.client.node.node_get_volume_stats(request).await.expect("NodeGetVolumeStats");
+        rig.stats(&files, &target).await.expect("NodeGetVolumeStats");
         rig.client.expand_volume(&volume, 16 * MIB).await.expect("ControllerExpandVolume");
         rig.snapshot("of the files", &files).await;
         rig.crash().await;
         for volume in [&restored, &files, &volume] {
             rig.delete(volume).await;
         }
-        testkit::ok(
-            std::process::Command::new(testkit::program("deltapath"))
-                .args(["check", "--data-dir"])
-                .arg(rig.data_dir()),
-        );
+        let mut check = Command::new(testkit::program("deltapath"));
+        testkit::ok(check.args(["check", "--data-dir"]).arg(rig.data_dir()));
     };
     tokio::time::timeout(Duration::from_secs(60), work).await.expect("the calls hang");
 }
@@ -71,9 +68,7 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     program::run("mkfs.ext4", &["-q"], &image, |code| code == 0).expect("mkfs");
     let mounted_at = place.path().join("mnt");
     std::fs::create_dir(&mounted_at).expect("mkdir");
-    let mounted =
-        std::process::Command::new("mount").args(["-o", "loop"]).args([&image, &mounted_at]).status();
-    assert!(mounted.expect("mount").success());
+    testkit::ok(Command::new("mount").args(["-o", "loop"]).args([&image, &mounted_at]));
     program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (files, _) = rig.published("files", 128 * MIB, mount_capability("btrfs")).await;

@@ -22,7 +22,6 @@ pub struct NameSet {
 pub const SPOTS: u8 = 3;
 
 impl NameSet {
-    /// All places.
     pub fn places(&self) -> Vec<MountPath> {
         let names = self.volumes.iter().chain(self.ephemeral).map(|name| Name(*name));
         let spots = names.flat_map(|name| (0..SPOTS).map(move |number| Spot { name, number }));
@@ -62,7 +61,6 @@ pub enum Ref {
     Never,
     /// Not a valid id.
     Nonsense,
-    /// No id.
     Empty,
 }
 
@@ -238,7 +236,6 @@ pub enum Question {
     NodeGetStorageHealth,
 }
 
-/// A call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Call {
     CreateVolume(NewVolume),
@@ -294,7 +291,6 @@ pub enum Step {
 }
 
 impl Step {
-    /// The calls in it.
     pub fn calls(&self) -> &[Call] {
         match self {
             Step::One(call) => std::slice::from_ref(call),

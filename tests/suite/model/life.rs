@@ -6,19 +6,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use csi_client::Client;
 use deltapath::sys::mount;
-use tonic::Code;
 
 use super::calls::{Call, MountPath, Name, NameSet, Pages, Step};
 use super::names::{Asked, Names};
 use super::rounds::{Event, Listed, explain};
 use super::wire::{Answer, make};
 use super::world::{Bytes, MARK, World};
-use testkit::BLOCK;
 pub use testkit::LETTING_GO;
 use testkit::cluster::key_of;
-use testkit::content::Content;
+use testkit::prelude::*;
 use testkit::subject::Subject;
 
 /// The names in a life.

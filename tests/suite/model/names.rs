@@ -60,7 +60,6 @@ impl Names {
         }
     }
 
-    /// The name of a node.
     pub fn node(&self, node: Node, volume: &Ref) -> String {
         let id = self.volume(volume);
         let its =
@@ -157,7 +156,6 @@ impl Names {
         found.unwrap_or_else(|| self.odd("snap", id))
     }
 
-    /// A group and its members.
     pub fn group(&self, id: &Ref) -> (String, Vec<String>) {
         pick(&self.groups, id).unwrap_or_else(|| (self.odd("group", id), vec!["x".into()]))
     }
@@ -195,7 +193,6 @@ impl Names {
     }
 }
 
-/// The message of a capability.
 pub fn capability(access: Access, mode: Mode) -> VolumeCapability {
     let mut capability = match access {
         Access::AsMade | Access::Block => block_capability(),

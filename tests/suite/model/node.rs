@@ -1,7 +1,6 @@
 //! The rules for calls of the Node service.
 
 use deltapath::sys::{CAP_SYS_RESOURCE, has_capability};
-use tonic::Code;
 
 use super::calls::{Access, MountPath, Name, Size, Use};
 use super::names::Kind;
@@ -12,7 +11,7 @@ use super::world::{
     Bytes, EXHAUSTED, EXISTS, Ephemeral, INVALID, MIB, NOT_FOUND, PRECONDITION, Published, RANGE, Rule,
     Staged, Unfit, Volume, World, check_mode, done, equal, fits, kind, kind_of, refused, wrong,
 };
-use testkit::content::Content;
+use testkit::prelude::*;
 
 /// The filesystem that staging finds, or makes, on a volume.
 enum Found {

@@ -92,12 +92,9 @@ impl Search<'_> {
         let mut next = world.clone();
         match next.accept(asked, answer, self.events.len() == 1) {
             Ok(()) => vec![next],
-            Err(reason) if self.events.len() == 1 => {
-                self.reasons.push(reason);
-                Vec::new()
-            }
             Err(reason) => {
-                self.reasons.push(format!("{:?}: {reason}", asked.call));
+                let is_alone = self.events.len() == 1;
+                self.reasons.push(if is_alone { reason } else { format!("{:?}: {reason}", asked.call) });
                 Vec::new()
             }
         }

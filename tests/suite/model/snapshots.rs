@@ -335,7 +335,6 @@ fn check_blocks(snapshot: &Snapshot, cut: Cut, list: &BlockList, want: Option<Ve
     }
 }
 
-/// Whether nothing was written.
 pub fn is_blank(content: &Content) -> bool {
     content.blocks.is_empty()
 }

@@ -4,13 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tonic::Code;
-
 use super::calls::{Access, Call, Mode, MountPath, Name, Question, Use};
 use super::names::{Asked, Kind};
 use super::wire::{Answer, Reply};
 use testkit::cluster::key_of;
-use testkit::content::Content;
+use testkit::prelude::*;
 use testkit::subject::Site;
 
 pub const MIB: u64 = 1 << 20;
@@ -22,7 +20,6 @@ pub const MARK: &str = "mark";
 pub enum Unfit {
     /// The call must fail with one of these codes, for this reason. If the answer has such a code, it is right.
     Refused(&'static [Code], String),
-    /// The answer is wrong.
     Wrong(String),
 }
 
@@ -437,7 +434,6 @@ pub fn kind(asked: Use, default: &'static str) -> Rule<Kind> {
     }
 }
 
-/// Checks that the driver supports the mode.
 pub fn check_mode(asked: Use) -> Rule {
     match asked.mode {
         Mode::ManyNodes => refused(INVALID, "the access mode is not supported"),
@@ -459,7 +455,6 @@ pub fn fits(asked: Use, there: Kind) -> bool {
     }
 }
 
-/// Fails if two values differ.
 pub fn equal<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, want: &T) -> Rule {
     match got == want {
         true => Ok(()),

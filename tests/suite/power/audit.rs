@@ -9,8 +9,6 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, from_snapshot};
-
 use super::found::Found;
 use super::machine::Machine;
 use super::stage::{Cut, Moment};
@@ -19,8 +17,8 @@ use crate::model::names::Asked;
 use crate::model::rounds::{Event, Listed, explain};
 use crate::model::wire::{Answer, make};
 use crate::model::world::{Bytes, Snapshot, Volume, World};
-use testkit::content::{Content, block_bytes, blocks_of, open_device};
-use testkit::{BLOCK, names, new_volume_from};
+use testkit::content::block_bytes;
+use testkit::prelude::*;
 
 /// The most deltas that are compared after one boot.
 const DELTAS: usize = 80;

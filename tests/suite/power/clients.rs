@@ -6,15 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use csi_client::{Client, block_capability};
 use fastrand::Rng;
 
 use super::stage::{Moment, NAMES, Stage, Turn, WISHES, Wish};
 use crate::model::calls::{Access, Call, From, Members, Name, NameSet, NewName, NewVolume, Ref, Size};
 use crate::model::wire::{Answer, Reply, make};
 use crate::model::world::Bytes;
-use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB};
+use testkit::prelude::*;
 
 pub const SIZE: i64 = 8 * MIB;
 const LARGEST: i64 = 20 * MIB;
@@ -56,7 +54,6 @@ impl Own {
     }
 }
 
-/// The first name that is free.
 fn free(names: &[char], taken: &[Name]) -> Option<Name> {
     names.iter().map(|name| Name(*name)).find(|name| !taken.contains(name))
 }

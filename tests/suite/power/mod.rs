@@ -21,7 +21,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use csi_client::{block_capability, new_volume};
-use proto::ListVolumesRequest;
 
 use clients::Worker;
 use fastrand::Rng;
@@ -158,8 +157,7 @@ async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion(
     machine.off();
     machine.boot(disk).unwrap_or_else(|error| panic!("{}, {story}: {error}", host.name()));
     let mut client = machine.start(async || ()).await.unwrap_or_else(|error| panic!("{story}: {error}"));
-    let list = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("list");
-    let listed = list.into_inner().entries.into_iter().filter_map(|entry| entry.volume);
+    let listed = client.volumes().await.expect("ListVolumes").into_iter();
     assert_eq!(listed.map(|volume| volume.volume_id).collect::<Vec<_>>(), [other]);
     drop(client);
     machine.stop().expect("stop");

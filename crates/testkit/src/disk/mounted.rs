@@ -11,31 +11,32 @@ use super::Rack;
 
 /// A disk that is mounted, until it is dropped.
 pub struct Mounted {
-    device: Option<LoopDevice>,
+    device: LoopDevice,
     at: PathBuf,
 }
 
 impl Mounted {
     /// Makes a filesystem on a disk, and mounts it.
     pub fn format(rack: &Rack, disk: usize, filesystem: &str, at: &Path) -> Self {
-        let device = LoopDevice::attach(&rack.path(disk), Access::ReadWrite).expect("attach");
-        let mounted = Mounted { device: Some(device), at: at.to_owned() };
-        format(&mounted.device.as_ref().expect("attached").path(), filesystem);
-        mounted.mount(filesystem);
-        mounted
+        let mounted = Self::attach(rack, disk, at);
+        format(&mounted.device.path(), filesystem);
+        mounted.mount(filesystem)
     }
 
     /// Mounts a disk as a boot does it.
     pub fn boot(rack: &Rack, disk: usize, filesystem: &str, at: &Path) -> Self {
-        let device = LoopDevice::attach(&rack.path(disk), Access::ReadWrite).expect("attach");
-        let mounted = Mounted { device: Some(device), at: at.to_owned() };
-        mounted.mount(filesystem);
-        mounted
+        Self::attach(rack, disk, at).mount(filesystem)
     }
 
-    fn mount(&self, filesystem: &str) {
-        let device = self.device.as_ref().expect("attached").path();
-        mount_disk(&device, filesystem, &self.at).unwrap_or_else(|error| panic!("{error}"));
+    fn attach(rack: &Rack, disk: usize, at: &Path) -> Self {
+        let device = LoopDevice::attach(&rack.path(disk), Access::ReadWrite).expect("attach");
+        Mounted { device, at: at.to_owned() }
+    }
+
+    fn mount(self, filesystem: &str) -> Self {
+        let mounted = mount_disk(&self.device.path(), filesystem, &self.at);
+        mounted.unwrap_or_else(|error| panic!("{error}"));
+        self
     }
 }
 
@@ -60,10 +61,7 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         let unmounted = mount::unmount(&self.at);
         let deadline = Instant::now() + Duration::from_secs(20);
-        while let Some(device) = &self.device
-            && !device.clone().detach().unwrap_or(true)
-            && Instant::now() < deadline
-        {
+        while !self.device.clone().detach().unwrap_or(true) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
         }
         if !std::thread::panicking() {

@@ -167,7 +167,6 @@ impl World {
     }
 }
 
-/// A process of the program.
 pub struct Program {
     pub running: Running,
     pub socket: PathBuf,

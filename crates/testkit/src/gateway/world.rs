@@ -235,7 +235,6 @@ impl Files {
     }
 }
 
-/// A gateway's process.
 pub struct Gateway {
     pub running: Running,
     pub port: u16,
@@ -293,7 +292,6 @@ impl Gateway {
         }
     }
 
-    /// GET over plain HTTP.
     pub async fn get(&self, path: &str) -> Option<(u16, String)> {
         get(self.http, path).await
     }
@@ -348,7 +346,6 @@ impl Gateway {
     }
 }
 
-/// The community's sidecar.
 pub struct Sidecar {
     pub running: Running,
     pub port: u16,

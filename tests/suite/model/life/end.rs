@@ -84,9 +84,9 @@ impl Life<'_, '_> {
 
     /// Repeats all expansions, as a client does: an interrupted one may have grown the record and not the device.
     async fn expand_again(&mut self) {
-        let volumes = self.rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
-        for entry in volumes.expect("ListVolumes").into_inner().entries {
-            let proto::Volume { volume_id, capacity_bytes, .. } = entry.volume.expect("volume");
+        for proto::Volume { volume_id, capacity_bytes, .. } in
+            self.rig.client.volumes().await.expect("ListVolumes")
+        {
             self.rig.client.expand_volume(&volume_id, capacity_bytes).await.expect("ControllerExpandVolume");
         }
     }
