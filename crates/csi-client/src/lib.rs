@@ -139,8 +139,8 @@ impl Client {
     pub async fn connect(path: &Path, patience: Duration) -> Result<Self, tonic::transport::Error> {
         let deadline = Instant::now() + patience;
         loop {
-            match channel(path.to_owned()).await {
-                Ok(channel) => return Ok(Self::over(channel)),
+            match dial(endpoint(), path).await {
+                Ok(client) => return Ok(client),
                 Err(error) if Instant::now() > deadline => return Err(error),
                 Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
@@ -150,8 +150,7 @@ impl Client {
     /// The same with a connection that takes in `window` bytes of a stream and no more before they are
     /// read: a stream that is longer waits for its reader.
     pub async fn connect_narrow(path: &Path, window: u32) -> Result<Self, tonic::transport::Error> {
-        let endpoint = endpoint().initial_stream_window_size(window);
-        Ok(Self::over(dial(endpoint, path.to_owned()).await?))
+        dial(endpoint().initial_stream_window_size(window), path).await
     }
 
     /// The clients of all services, over a channel.
@@ -319,17 +318,13 @@ fn empty(call: &'static str) -> Error {
     Error { call, status: Status::internal("the answer is empty") }
 }
 
-async fn channel(path: PathBuf) -> Result<Checked, tonic::transport::Error> {
-    dial(endpoint(), path).await
-}
-
 /// The address is not used: the connector always takes the socket.
 fn endpoint() -> Endpoint {
     Endpoint::from_static("http://localhost")
 }
 
-async fn dial(endpoint: Endpoint, path: PathBuf) -> Result<Checked, tonic::transport::Error> {
-    endpoint.connect_with_connector(connector(path)).await.map(Checked)
+async fn dial(endpoint: Endpoint, path: &Path) -> Result<Client, tonic::transport::Error> {
+    Ok(Client::over(Checked(endpoint.connect_with_connector(connector(path.to_owned())).await?)))
 }
 
 /// Connects to the socket, whatever address is asked for.

@@ -3,10 +3,10 @@
 
 use std::collections::HashMap;
 
+use proto::GetMetadataAllocatedResponse;
 use tonic::{Request, Status, Streaming};
 
 use super::Client;
-use super::metadata::Message as _;
 
 /// What a stream is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,21 +55,30 @@ pub struct RawStream(Kind);
 
 #[derive(Debug)]
 enum Kind {
-    Allocated(Streaming<proto::GetMetadataAllocatedResponse>),
+    Allocated(Streaming<GetMetadataAllocatedResponse>),
     Delta(Streaming<proto::GetMetadataDeltaResponse>),
 }
 
 impl RawStream {
     /// The next message; `None` is the end with `OK`.
     pub async fn next(&mut self) -> Result<Option<Message>, Status> {
-        let parts = match &mut self.0 {
-            Kind::Allocated(stream) => stream.message().await?.map(|message| message.parts()),
-            Kind::Delta(stream) => stream.message().await?.map(|message| message.parts()),
+        let message = match &mut self.0 {
+            Kind::Allocated(stream) => stream.message().await?,
+            // The two have the same fields.
+            Kind::Delta(stream) => stream.message().await?.map(|message| GetMetadataAllocatedResponse {
+                block_metadata_type: message.block_metadata_type,
+                volume_capacity_bytes: message.volume_capacity_bytes,
+                block_metadata: message.block_metadata,
+            }),
         };
-        Ok(parts.map(|(style, capacity, tuples)| Message {
-            style,
-            capacity,
-            tuples: tuples.into_iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)).collect(),
+        Ok(message.map(|message| Message {
+            style: message.block_metadata_type,
+            capacity: message.volume_capacity_bytes,
+            tuples: message
+                .block_metadata
+                .into_iter()
+                .map(|tuple| (tuple.byte_offset, tuple.size_bytes))
+                .collect(),
         }))
     }
 }

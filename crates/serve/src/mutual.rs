@@ -81,26 +81,24 @@ pub struct Mutual {
     files: Files,
     tried: Tried,
     own: Role,
-    server: ArcSwapOption<ServerConfig>,
-    client: ArcSwapOption<ClientConfig>,
-    signer: ArcSwapOption<Signer>,
-    judge: ArcSwapOption<TicketVerifier>,
-    validity: ArcSwapOption<Validity>,
+    loaded: ArcSwapOption<Loaded>,
+}
+
+/// What the files hold.
+#[derive(Debug)]
+struct Loaded {
+    client: Arc<ClientConfig>,
+    validity: Validity,
+    /// Of a node.
+    server: Option<(Arc<ServerConfig>, Arc<TicketVerifier>)>,
+    /// Of the router.
+    signer: Option<Arc<Signer>>,
 }
 
 impl Mutual {
     /// Nothing is loaded yet. `own` is what our certificate must be for.
     pub fn new(files: Files, own: Role) -> Arc<Self> {
-        Arc::new(Mutual {
-            files,
-            tried: Tried::default(),
-            own,
-            server: ArcSwapOption::empty(),
-            client: ArcSwapOption::empty(),
-            signer: ArcSwapOption::empty(),
-            judge: ArcSwapOption::empty(),
-            validity: ArcSwapOption::empty(),
-        })
+        Arc::new(Mutual { files, tried: Tried::default(), own, loaded: ArcSwapOption::empty() })
     }
 
     /// Uses what the files hold now. On an error what was loaded before stays.
@@ -134,8 +132,9 @@ impl Mutual {
         let roots = Arc::new(roots);
         let provider = Arc::new(ring::default_provider());
         let (cluster, copy) = (identity.cluster, key.clone_key());
-        let config = client(provider.clone(), roots.clone(), cluster.clone(), chain.clone(), copy);
-        let config = config.map_err(Error::Tls)?;
+        let client = client(provider.clone(), roots.clone(), cluster.clone(), chain.clone(), copy);
+        let client = Arc::new(client.map_err(Error::Tls)?);
+        let mut loaded = Loaded { client, validity, server: None, signer: None };
         match self.own {
             Role::Node(_) => {
                 let signed = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
@@ -143,16 +142,14 @@ impl Mutual {
                     .map_err(|error| Error::Tls(rustls::Error::General(error.to_string())))?;
                 let judge = TicketVerifier::new(signed.clone(), provider.clone(), &cluster);
                 let config = server(provider, signed, cluster, chain, key).map_err(Error::Tls)?;
-                self.server.store(Some(Arc::new(config)));
-                self.judge.store(Some(Arc::new(judge)));
+                loaded.server = Some((Arc::new(config), Arc::new(judge)));
             }
             Role::Router => {
                 let key = provider.key_provider.load_private_key(key).map_err(Error::Tls)?;
-                self.signer.store(Some(Arc::new(Signer::new(key, chain))));
+                loaded.signer = Some(Arc::new(Signer::new(key, chain)));
             }
         }
-        self.client.store(Some(Arc::new(config)));
-        self.validity.store(Some(Arc::new(validity)));
+        self.loaded.store(Some(Arc::new(loaded)));
         Ok(())
     }
 
@@ -160,7 +157,7 @@ impl Mutual {
     /// when it has ended; for ever.
     pub async fn follow(self: Arc<Self>, gauge: &'static str) {
         let Files { certificate, key, authorities } = &self.files;
-        let validity = || self.validity.load().as_deref().copied();
+        let validity = || self.loaded.load().as_ref().map(|loaded| loaded.validity);
         tokio::join!(
             self.tried.follow([certificate, key, authorities], FILES_EVERY, || self.load()),
             certificate::tell_end(gauge, validity)
@@ -169,30 +166,30 @@ impl Mutual {
 
     /// Why the other side would not accept our certificate, if that is so.
     pub fn missing(&self) -> Option<&'static str> {
-        match self.validity.load().as_deref() {
+        match &*self.loaded.load() {
             None => Some("it has no certificate yet"),
-            Some(validity) => validity.missing(),
+            Some(loaded) => loaded.validity.missing(),
         }
     }
 
     /// For the side that is called, as soon as something is loaded.
     pub fn server(&self) -> Option<Arc<ServerConfig>> {
-        self.server.load_full()
+        self.loaded.load().as_ref()?.server.as_ref().map(|(server, _)| server.clone())
     }
 
     /// For the side that calls, as soon as something is loaded.
     pub fn client(&self) -> Option<Arc<ClientConfig>> {
-        self.client.load_full()
+        self.loaded.load().as_ref().map(|loaded| loaded.client.clone())
     }
 
     /// Signs the router's tickets, as soon as something is loaded.
     pub fn signer(&self) -> Option<Arc<Signer>> {
-        self.signer.load_full()
+        self.loaded.load().as_ref()?.signer.clone()
     }
 
     /// Judges them on a node, as soon as something is loaded.
     pub fn judge(&self) -> Option<Arc<TicketVerifier>> {
-        self.judge.load_full()
+        self.loaded.load().as_ref()?.server.as_ref().map(|(_, judge)| judge.clone())
     }
 
     /// A channel to the node with this key, which connects when it is used. A connection takes no longer than `patience`, and

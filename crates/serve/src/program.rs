@@ -105,6 +105,11 @@ impl Stop {
         Ok(Stop(stopped))
     }
 
+    /// Whether one has come.
+    pub fn is_asked(&self) -> bool {
+        *self.0.borrow()
+    }
+
     /// Ends when one has come, at once if it was before.
     pub async fn asked(&self) {
         let _ = self.0.clone().wait_for(|is_asked| *is_asked).await;

@@ -64,7 +64,8 @@ pub struct Reviews {
     secret: Key,
     keep: Duration,
     callers: Cache<Key, Arc<Caller>>,
-    rights: Cache<Key, Allowed>,
+    /// Rights that were granted, and until when that is believed.
+    rights: Cache<Key, Instant>,
     under_way: Semaphore,
     waiting: Semaphore,
 }
@@ -85,12 +86,6 @@ impl Caller {
     }
 }
 
-/// A right that was granted, and until when that is believed.
-#[derive(Clone, Copy)]
-struct Allowed {
-    ends: Instant,
-}
-
 /// Answers end on their own.
 struct Ends;
 
@@ -100,9 +95,9 @@ impl Expiry<Key, Arc<Caller>> for Ends {
     }
 }
 
-impl Expiry<Key, Allowed> for Ends {
-    fn expire_after_create(&self, _: &Key, allowed: &Allowed, now: Instant) -> Option<Duration> {
-        Some(allowed.ends.saturating_duration_since(now))
+impl Expiry<Key, Instant> for Ends {
+    fn expire_after_create(&self, _: &Key, ends: &Instant, now: Instant) -> Option<Duration> {
+        Some(ends.saturating_duration_since(now))
     }
 }
 
@@ -202,7 +197,7 @@ impl Reviews {
         reviewed.map(drop).map_err(|status| Status::clone(&status))
     }
 
-    async fn review_right(&self, caller: &Caller, verb: &str, object: Object<'_>) -> Result<Allowed, Status> {
+    async fn review_right(&self, caller: &Caller, verb: &str, object: Object<'_>) -> Result<Instant, Status> {
         let UserInfo { username, uid, groups, extra } = caller.user.clone();
         let extra = extra.map(|extra| extra.into_iter().collect::<BTreeMap<_, _>>());
         let some = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
@@ -233,7 +228,7 @@ impl Reviews {
             return Err(Status::permission_denied(format!("the caller may not {verb} this {}", object.kind)));
         }
         self.counted("SubjectAccessReview", "allowed");
-        Ok(Allowed { ends: (asked + self.keep).min(caller.ends) })
+        Ok((asked + self.keep).min(caller.ends))
     }
 
     fn counted(&self, review: &'static str, outcome: &'static str) {

@@ -296,6 +296,20 @@ fn late() -> Status {
     Status::deadline_exceeded("the deadline of the call has passed")
 }
 
+/// Waits for the answer no longer than its caller does.
+pub async fn within<T>(
+    deadline: Option<Instant>,
+    answer: impl Future<Output = Result<T, Status>>,
+) -> Result<T, Status> {
+    let Some(until) = deadline else { return answer.await };
+    match tokio::time::timeout_at(until.into(), answer).await {
+        // The transport keeps the time too, and has other words for its end.
+        Ok(Err(status)) if status.code() == Code::Cancelled && Instant::now() >= until => Err(late()),
+        Ok(answer) => answer,
+        Err(_) => Err(late()),
+    }
+}
+
 fn trailers(status: &Status) -> http_body::Frame<Bytes> {
     let mut headers = HeaderMap::new();
     // It fails for messages that are no header, and those are percent-encoded by it.

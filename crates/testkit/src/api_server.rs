@@ -9,10 +9,8 @@ use std::time::{Duration, Instant};
 
 use axum::http::Request;
 use base64::Engine as _;
-use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
-use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
+use k8s_openapi::api::core::v1::Namespace;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
@@ -25,7 +23,10 @@ use tokio::net::TcpStream;
 
 use files::{kubeconfig, make_certificates, write_kubeconfig};
 
+mod accounts;
 mod files;
+
+pub use accounts::API_AUDIENCE;
 
 /// Kills a program when the test's process ends in whatever way: the test holds the pipe at its standard input.
 const KEEPER: &str = r#""$@" </dev/null & pid=$!; read -r _; kill -9 $pid; wait $pid 2>/dev/null"#;
@@ -281,62 +282,6 @@ impl ApiServer {
         self.make(json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})).await;
     }
 
-    /// Makes a service account with a role of these rules in its namespace.
-    pub async fn account(&self, namespace: &str, name: &str, rules: Value) {
-        let metadata = json!({"name": name, "namespace": namespace});
-        self.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
-        self.allow(namespace, namespace, name, rules).await;
-    }
-
-    /// Gives a service account of `home` a role of these rules in a namespace.
-    pub async fn allow(&self, namespace: &str, home: &str, account: &str, rules: Value) {
-        let metadata = json!({"name": account, "namespace": namespace});
-        self.make(json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules}))
-            .await;
-        self.make(json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
-            "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": home}],
-        }))
-        .await;
-    }
-
-    /// Gives a service account a ClusterRole, everywhere.
-    pub async fn bind(&self, namespace: &str, account: &str, role: &str) {
-        self.make(json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-            "metadata": {"name": format!("{namespace}-{account}")},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-            "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
-        }))
-        .await;
-    }
-
-    /// A token of a service account for an audience, good for an hour.
-    pub async fn token(&self, namespace: &str, account: &str, audience: &str) -> String {
-        let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
-        let request = TokenRequest {
-            metadata: ObjectMeta::default(),
-            spec: Some(TokenRequestSpec {
-                audiences: Some(vec![audience.to_owned()]),
-                expiration_seconds: Some(3600),
-                ..TokenRequestSpec::default()
-            }),
-            status: None,
-        };
-        let made = accounts.create_token_request(account, &PostParams::default(), &request).await;
-        made.expect("a token").status.expect("a status").token.expect("a token")
-    }
-
-    /// A kubeconfig of a service account, whose token is for the API server itself.
-    pub async fn kubeconfig_of(&self, namespace: &str, account: &str) -> PathBuf {
-        let token = self.token(namespace, account, "https://kubernetes.default.svc").await;
-        let path = self.dir.path().join(format!("{namespace}.{account}.kubeconfig"));
-        let config = kubeconfig(self.dir.path(), self.port, json!({"token": token}));
-        std::fs::write(&path, config.to_string()).expect("write");
-        path
-    }
-
     /// How often each resource was asked for, with which verb, since [`ApiServer`] began: from its audit log. Watches count
     /// when they end. The log is written behind the answers, so this waits for the line of a call of its own, and until no more
     /// come.
@@ -380,13 +325,18 @@ impl ApiServer {
         revision.and_then(|text| text.parse().ok()).expect("a revision")
     }
 
-    /// All that was written to etcd since a revision, up to a key that holds this text: keys and values, decoded.
-    pub async fn written_since(&self, revision: u64, until: &str) -> Vec<(String, Vec<u8>)> {
+    /// All that was written to etcd since a revision: keys and values, decoded. They end with a namespace that is made now, so
+    /// that the watch has seen what it should.
+    pub async fn written_since(&self, revision: u64) -> Vec<(String, Vec<u8>)> {
+        let marker = &format!("marker-{:x}", fastrand::u64(..));
+        self.namespace(marker).await;
         let request =
             json!({"create_request": {"key": "AA==", "range_end": "AA==", "start_revision": revision + 1}});
-        let stream = self
-            .etcd_until("/v3/watch", request, |answer| events(answer).any(|(key, _)| key.contains(until)));
-        stream.await.iter().flat_map(events).collect()
+        let is_last = |answer: &Value| events(answer).any(|(key, _)| key.contains(marker));
+        let answers = self.etcd_until("/v3/watch", request, is_last).await;
+        let written: Vec<_> = answers.iter().flat_map(events).collect();
+        assert!(written.iter().any(|(key, value)| key.contains(marker) && !value.is_empty()), "{written:?}");
+        written
     }
 
     async fn etcd(&self, path: &str, request: Value) -> Vec<Value> {
@@ -414,11 +364,6 @@ impl ApiServer {
             line.clear();
         }
         answers
-    }
-
-    /// The key that signs tokens of accounts, in PEM.
-    pub fn signing_key(&self) -> String {
-        std::fs::read_to_string(self.dir.path().join("accounts.key")).expect("the key")
     }
 }
 

@@ -96,6 +96,11 @@ impl Process {
     pub fn start(command: &mut Command) -> Self {
         Process(command.stdin(Stdio::null()).spawn().expect("start a program"))
     }
+
+    /// The bench itself, with these arguments.
+    pub fn of_this(arguments: &[&str]) -> Self {
+        Self::start(Command::new(std::env::current_exe().expect("this program")).args(arguments))
+    }
 }
 
 impl Drop for Process {
@@ -120,4 +125,12 @@ pub fn write_direct(path: &Path, bytes: u64) -> Duration {
     }
     file.sync_all().expect("flush");
     began.elapsed()
+}
+
+/// The time that a process has had of a processor, in ticks.
+pub fn ticks(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
+    // Behind the name, which may hold blanks: utime and stime are the fields 14 and 15 of all.
+    let (_, fields) = stat.rsplit_once(") ").expect("a name");
+    fields.split(' ').skip(11).take(2).map(|field| field.parse::<u64>().expect("ticks")).sum()
 }

@@ -104,6 +104,12 @@ impl Node {
     pub fn signal(&self, signal: Signal) {
         crate::signal(self.rig.pid(), signal);
     }
+
+    /// Starts its driver again with more flags; those that it had count where these do not say otherwise.
+    pub async fn start_again_with(&mut self, more: &[&str]) {
+        let flags: Vec<&str> = self.flags.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        self.rig.start_again_with(&flags).await;
+    }
 }
 
 pub struct Router {

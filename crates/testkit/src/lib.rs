@@ -19,6 +19,7 @@ pub mod order;
 pub mod orders;
 pub mod pages;
 pub mod places;
+pub mod played;
 pub mod plugin;
 mod pool;
 pub mod prelude;

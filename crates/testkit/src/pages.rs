@@ -29,6 +29,19 @@ pub fn rows<'p>(text: &'p str, begin: &str) -> Vec<Vec<&'p str>> {
     text.lines().filter(|line| line.starts_with(begin)).map(cells).collect()
 }
 
+/// The calls of CSI as its contract has them: the service and the name of each.
+pub fn calls_of_csi() -> Vec<(String, String)> {
+    let (mut service, mut calls) = (String::new(), Vec::new());
+    for line in read("proto/csi.proto").lines().map(str::trim) {
+        if let Some(name) = line.strip_prefix("service ") {
+            name.trim_end_matches('{').trim().clone_into(&mut service);
+        }
+        let call = line.strip_prefix("rpc ").and_then(|rest| rest.split(['(', ' ']).next());
+        calls.extend(call.map(|call| (service.clone(), call.to_owned())));
+    }
+    calls
+}
+
 /// What stands between backticks.
 pub fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)

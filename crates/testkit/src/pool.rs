@@ -17,6 +17,12 @@ impl PoolKind {
     /// Every kind.
     pub const ALL: [PoolKind; 3] = [PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir];
 
+    /// The one with this name.
+    pub fn named(name: &str) -> Self {
+        let found = Self::ALL.into_iter().find(|pool| pool.name() == name);
+        found.unwrap_or_else(|| panic!("no pool is called {name}"))
+    }
+
     /// Its name, as `--pool` takes it.
     pub fn name(self) -> &'static str {
         match self {

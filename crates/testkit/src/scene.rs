@@ -9,6 +9,10 @@ use std::sync::Arc;
 use libtest_mimic::{Arguments, Trial};
 use parking_lot::Mutex;
 use rcgen::CertificateParams;
+use rustls::client::WantsClientCert;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -112,6 +116,15 @@ pub fn certificate(hosts: &[&str]) -> Certificate {
     Certificate { ca: authority.pem, chain, key }
 }
 
+/// The begin of a TLS client's configuration that trusts this CA.
+pub fn trusting(ca: &str) -> ConfigBuilder<ClientConfig, WantsClientCert> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    config.expect("versions").with_root_certificates(roots)
+}
+
 /// The code and the body that a program answers with at this port, over HTTP/1.0, which knows no chunks; `None` where nobody
 /// listens or the answer is cut.
 pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
@@ -124,14 +137,14 @@ pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
     Some((code, answer.split_once("\r\n\r\n")?.1.to_owned()))
 }
 
-/// Tests by their paths, for [`run`].
+/// Tests by their paths, for [`run`]; one that takes a pool with its name: `module::test on "xfs"`.
 #[macro_export]
 macro_rules! tests {
-    ($($module:ident :: $name:ident),* $(,)?) => {
+    ($($module:ident :: $name:ident $(on $pool:literal)?),* $(,)?) => {
         [$((
             stringify!($module),
-            stringify!($name),
-            (|world| Box::pin($module::$name(world))) as $crate::scene::Test<_>,
+            concat!(stringify!($name) $(, "_on_", $pool)?),
+            (|world| Box::pin($module::$name(world $(, $crate::PoolKind::named($pool))?))) as $crate::scene::Test<_>,
         )),*]
     };
 }

@@ -14,12 +14,10 @@ pub struct Driver {
     pub channel: Checked,
 }
 
-/// What tuples are asked for.
 #[derive(Clone, Copy)]
 pub struct Blocks<'a> {
     /// Handle of the base; without it, all that the target holds.
     pub base: Option<&'a str>,
-    /// Handle of the target.
     pub target: &'a str,
     /// For the driver; none for most.
     pub secrets: Option<&'a HashMap<String, String>>,
@@ -32,17 +30,14 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// A range of bytes that a stream lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuple {
-    /// First byte.
     pub offset: u64,
     /// First byte after it.
     pub end: u64,
 }
 
 impl Driver {
-    /// The driver on the socket at `path`.
     pub fn at(path: &Path) -> Self {
         Driver { channel: identity::lazy_channel(path) }
     }

@@ -217,7 +217,6 @@ struct Service {
 }
 
 impl Service {
-    /// As a DriverDiscovery names it.
     fn json(&self) -> serde_json::Value {
         let Service { namespace, name, port } = self;
         let path = deltas::sidecar::PATH;

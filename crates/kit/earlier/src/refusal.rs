@@ -6,7 +6,6 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 
-/// Why a request is refused.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Refusal {
     pub code: StatusCode,

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::http::header;
-use axum::response::Response;
-use axum::{Extension, Router};
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json, Router};
 use csi_client::identity;
 use futures_util::StreamExt;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -18,42 +18,41 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use kube::Client;
-use parking_lot::Mutex;
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
+use serde::Serialize;
 use serve::certificate::Certificate;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
 use serve::program::{self, Stop, host_name};
 use serve::questions::Metrics;
 use tokio::net::TcpListener;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
+use tonic::{Code, Status};
 
 use crate::Common;
 use crate::driver::Driver;
+use crate::refusal::Refusal;
 
 /// The metrics of questions to the API server.
 pub const METRICS: Metrics =
     Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
 /// The counter of lines of the log that are lost.
 const DROPPED_LINES: &str = "cbt_earlier_log_lines_dropped_total";
-/// When the certificate ends.
 const CERTIFICATE_ENDS: &str = "cbt_earlier_certificate_not_after_seconds";
-/// How often certificate files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
 /// How long a client may take to send its request's head; between two pings of a connection, too.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long requests may go on after a signal.
 const DRAIN: Duration = Duration::from_secs(30);
 /// Connections at once, by what is known of their clients. A client that reads slowly holds an answer.
 const CONNECTIONS: [usize; 3] = [1024, 256, 256];
-/// Connections at once of one user.
 const EACH: usize = 64;
 /// What waits in the transport for a client, in bytes: of a request, and the pieces that it gets.
 const WAITING: usize = 32 << 10;
 const PIECE: usize = 16 << 10;
-/// Requests at once on one connection.
 const CALLS_A_CONNECTION: u32 = 16;
 
 /// The certificates that the client of a connection has shown; each request has them among its extensions.
@@ -63,7 +62,6 @@ pub struct ClientCertificates(pub Arc<[CertificateDer<'static>]>);
 /// What a replica that serves a driver needs before users are led to it.
 #[derive(Debug, Default)]
 pub struct Ready {
-    /// Whether it is elected.
     leads: AtomicBool,
     has_driver: AtomicBool,
     is_stopping: AtomicBool,
@@ -71,7 +69,6 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// What is missing, if anything.
     pub fn missing(&self) -> Option<&'static str> {
         let is = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
         None.or(is(&self.is_stopping).then_some("it is stopping"))
@@ -97,7 +94,6 @@ impl Drop for Leads {
     }
 }
 
-/// A server that has begun.
 pub struct Server {
     pub listener: TcpListener,
     pub client: Client,
@@ -233,6 +229,37 @@ async fn answer(
     }
 }
 
+/// One of the places for requests, if there is a free one.
+pub fn place(places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
+    let busy = |_| Status::resource_exhausted("too many requests at once: try again");
+    places.clone().try_acquire_owned().map_err(busy)
+}
+
+/// Counts a request under its gRPC code.
+pub fn count<T>(counter: &'static str, answer: &Result<T, Status>) {
+    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
+    metrics::counter!(counter, "code" => format!("{code:?}")).increment(1);
+}
+
+/// Answers with a page that is made in this time, or says why there is none; `late` where it is not made in time. With the page is
+/// what its request holds.
+pub async fn answer_page<P: Serialize, H: Send + 'static>(
+    page: impl Future<Output = Result<(P, H), Status>>,
+    time: Duration,
+    late: &str,
+) -> Response {
+    let page = tokio::time::timeout(time, page).await;
+    let page = page.unwrap_or_else(|_| Err(Status::deadline_exceeded(late)));
+    count("cbt_earlier_pages_total", &page);
+    match page {
+        Ok((page, held)) => {
+            let page = ([(header::CACHE_CONTROL, "no-store")], Json(page)).into_response();
+            held_until_taken(page, held, time).await
+        }
+        Err(status) => Refusal::from(status).into_response(),
+    }
+}
+
 /// The answer, with what its request holds - a place, say - until the client has taken all of it but a piece. Where it has not in this
 /// time, what is left goes: a client that does not read would hold it for ever.
 pub async fn held_until_taken(answer: Response, held: impl Send + 'static, time: Duration) -> Response {
@@ -240,29 +267,24 @@ pub async fn held_until_taken(answer: Response, held: impl Send + 'static, time:
     // It is in memory already.
     let bytes = axum::body::to_bytes(body, usize::MAX).await.unwrap_or_default();
     head.headers.insert(header::CONTENT_LENGTH, bytes.len().into());
-    let left = Arc::new(Mutex::new(Some((bytes, held))));
-    tokio::spawn({
-        let left = Arc::downgrade(&left);
-        async move {
-            tokio::time::sleep(time).await;
-            drop(left.upgrade().and_then(|left| left.lock().take()));
-        }
-    });
-    let mut is_over = false;
-    let pieces = std::iter::from_fn(move || {
-        let mut left = left.lock();
-        let Some((bytes, _)) = left.as_mut() else {
-            let is_late = !std::mem::replace(&mut is_over, true);
-            return is_late.then(|| Err("the client has not taken the answer in time"));
+    let (pieces, body) = mpsc::channel(2);
+    tokio::spawn(async move {
+        let _held = held;
+        // One place is for the end.
+        let Ok(end) = pieces.clone().reserve_owned().await else { return };
+        let taken = async {
+            // Copied: a piece that waits in the transport must not keep the others.
+            for piece in bytes.chunks(PIECE) {
+                if pieces.send(Ok(Bytes::copy_from_slice(piece))).await.is_err() {
+                    return;
+                }
+            }
         };
-        // Copied: a piece that waits in the transport must not keep the others.
-        let piece = Bytes::copy_from_slice(&bytes.split_to(PIECE.min(bytes.len())));
-        if bytes.is_empty() {
-            (is_over, *left) = (true, None);
+        if tokio::time::timeout(time, taken).await.is_err() {
+            end.send(Err("the client has not taken the answer in time"));
         }
-        Some(Ok(piece))
     });
-    Response::from_parts(head, Body::from_stream(futures_util::stream::iter(pieces)))
+    Response::from_parts(head, Body::from_stream(ReceiverStream::new(body)))
 }
 
 /// Lets requests under way end, for a while.

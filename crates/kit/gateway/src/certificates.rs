@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base64::Engine;
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{DynamicObject, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
@@ -33,7 +32,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Clone)]
 pub struct Certificates {
     pub client: Client,
-    /// The Secret's namespace.
     pub namespace: String,
     pub secret: String,
     /// The SnapshotMetadataService's name: the driver's.
@@ -47,7 +45,6 @@ pub struct Certificates {
     pub lifetimes: Lifetimes,
 }
 
-/// What the elected replica remembers from one look to the next.
 #[derive(Default)]
 struct Memory {
     /// That the object is somebody else's.
@@ -66,7 +63,6 @@ impl Certificates {
         (shortest / 8).clamp(Duration::from_millis(50), Duration::from_secs(10))
     }
 
-    /// The names in the serving certificate.
     fn hosts(&self) -> Vec<String> {
         let host = self.address.rsplit_once(':').map_or(self.address.as_str(), |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
@@ -125,37 +121,17 @@ impl Certificates {
     ///
     /// So a crash in between leaves an object that names one authority too many, and never one too few.
     async fn step(&self, memory: &mut Memory) -> Result<bool, Error> {
-        let now = Timestamp::now();
         let (secret, state) = self.read().await?;
-        let Some(state) = state else {
-            let known = self.named().await?;
-            let state = State::first(OWNER, &self.hosts(), known, now, &self.lifetimes)?;
-            tracing::info!("making the first certificates");
-            self.name_authorities(&state, memory).await?;
-            self.write(secret, &state).await?;
-            return Ok(true);
-        };
-        let due = state.due(now, &self.lifetimes, &self.hosts());
-        let state = match due {
-            None => state,
-            Some(step) => {
-                tracing::info!(?step, "certificates");
-                state.after(step, OWNER, &self.hosts(), now, &self.lifetimes)?
-            }
-        };
+        let (state, is_new) = State::next(state, OWNER, &self.hosts(), self.named(), &self.lifetimes).await?;
         self.name_authorities(&state, memory).await?;
-        if due.is_some() {
-            self.write(secret, &state).await?;
+        if is_new {
+            secret::write(&self.client, &self.namespace, &self.secret, secret, &state).await?;
         }
-        Ok(due.is_some())
+        Ok(is_new)
     }
 
     async fn read(&self) -> Result<(Option<Secret>, Option<State>), Error> {
         secret::read(&self.client, &self.namespace, &self.secret).await
-    }
-
-    async fn write(&self, before: Option<Secret>, state: &State) -> Result<(), Error> {
-        secret::write(&self.client, &self.namespace, &self.secret, before, state).await
     }
 
     fn services(&self) -> (Api<DynamicObject>, ApiResource) {

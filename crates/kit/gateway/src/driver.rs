@@ -15,7 +15,6 @@ use tonic::{Code, Status};
 /// What streams with wide windows may have sent ahead together, in bytes.
 const WIDE_WINDOWS: usize = 8 << 20;
 
-/// The driver on its socket.
 #[derive(Clone)]
 pub struct Driver {
     path: PathBuf,
@@ -25,7 +24,6 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// The driver on the socket at `path`.
     pub fn at(path: &Path) -> Self {
         let channel = identity::lazy_channel(path);
         let upstream = Upstream::new(WideWindows::of(WIDE_WINDOWS), upstream::RARELY);

@@ -10,7 +10,6 @@
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]
 
-mod api;
 mod certificates;
 mod driver;
 mod health;

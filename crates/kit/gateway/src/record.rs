@@ -16,7 +16,6 @@ use crate::driver;
 const NAME: usize = 256;
 const MESSAGE: usize = 512;
 
-/// Names the metrics.
 pub fn describe() {
     describe_counter!("deltapath_gateway_rpc_total", "Completed calls, by method and gRPC code.");
     describe_histogram!("deltapath_gateway_rpc_seconds", "Time from a call's arrival to its end.");
@@ -69,7 +68,6 @@ struct Line {
 }
 
 impl Record {
-    /// A call that has just arrived.
     pub fn new(method: &'static str) -> Self {
         Record {
             method,
@@ -87,7 +85,6 @@ impl Record {
         }
     }
 
-    /// What the call is about.
     pub fn about(&mut self, namespace: &str, snapshot: &str, base: Option<&str>) {
         self.span.record("namespace", cut(namespace, NAME));
         self.span.record("snapshot", cut(snapshot, NAME));
@@ -99,7 +96,6 @@ impl Record {
         }
     }
 
-    /// Who calls.
     pub fn by(&mut self, user: &str) {
         cut(user, NAME).clone_into(&mut self.line.user);
     }

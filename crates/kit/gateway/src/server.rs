@@ -38,7 +38,6 @@ use crate::objects::Objects;
 use crate::record;
 use crate::service::{Gateway, SnapshotMetadata};
 
-/// How often certificate files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
 /// Between two pings of a client's connection, and until one that does not answer is given up.
 const KEEPALIVE: Duration = Duration::from_secs(30);
@@ -53,36 +52,10 @@ const WINDOW: u32 = 64 << 10;
 /// The most bytes of a stream that wait for a client that does not read its socket, beside a piece of the driver's answer.
 const WAITING: usize = 32 << 10;
 
-/// What the gateway needs to answer.
-#[derive(Debug)]
-struct Ready {
-    has_driver: AtomicBool,
-    is_stopping: AtomicBool,
-    certificate: Arc<Certificate>,
-    objects: Arc<Objects>,
-}
-
-impl Ready {
-    /// What is missing, if anything.
-    fn missing(&self) -> Option<&'static str> {
-        let is_stopping = self.is_stopping.load(Ordering::Relaxed);
-        let lacks_driver = !self.has_driver.load(Ordering::Relaxed);
-        None.or(is_stopping.then_some("it is stopping"))
-            .or_else(|| self.certificate.missing())
-            .or(lacks_driver.then_some("the CSI driver is not ready"))
-            .or_else(|| self.objects.missing())
-    }
-}
-
 /// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
 pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let objects = Arc::new(Objects::new(arguments.audience.is_none()));
-    let ready = Arc::new(Ready {
-        has_driver: AtomicBool::default(),
-        is_stopping: AtomicBool::default(),
-        certificate: Arc::default(),
-        objects: objects.clone(),
-    });
+    let certificate = Arc::<Certificate>::default();
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics("deltapath_gateway_log_lines_dropped_total")?;
@@ -90,16 +63,24 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let http = program::bind_http(arguments.http_endpoint)?;
     let listener = program::bind(arguments.bind_address, arguments.port)?;
     if let (Some(chain), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) {
-        ready.certificate.load(chain, key)?;
-        tasks.spawn(ready.certificate.clone().follow(chain.clone(), key.clone(), FILES_EVERY));
+        certificate.load(chain, key)?;
+        tasks.spawn(certificate.clone().follow(chain.clone(), key.clone(), FILES_EVERY));
     }
-    tasks.spawn(ready.certificate.clone().tell_end("deltapath_gateway_certificate_not_after_seconds"));
+    tasks.spawn(certificate.clone().tell_end("deltapath_gateway_certificate_not_after_seconds"));
     let client = serve::questions::client(arguments.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 
+    let has_driver = Arc::<AtomicBool>::default();
     let missing = {
-        let ready = ready.clone();
-        move || ready.missing()
+        let (stop, certificate) = (stop.clone(), certificate.clone());
+        let (has_driver, objects) = (has_driver.clone(), objects.clone());
+        move || {
+            let lacks_driver = !has_driver.load(Ordering::Relaxed);
+            None.or(stop.is_asked().then_some("it is stopping"))
+                .or_else(|| certificate.missing())
+                .or(lacks_driver.then_some("the CSI driver is not ready"))
+                .or_else(|| objects.missing())
+        }
     };
     tasks.spawn(serve::http::probes(http, metrics, missing.clone()));
 
@@ -110,15 +91,15 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     };
     tracing::info!(driver = driver_name, address = %listener.local_addr()?, "serving");
     if arguments.manage_certificates {
-        manage_certificates(&arguments, &driver_name, &client, &ready.certificate, &mut tasks);
+        manage_certificates(&arguments, &driver_name, &client, &certificate, &mut tasks);
     }
     objects.watch(&client, &driver_name, &mut tasks);
     let (health, health_service) = tonic_health::server::health_reporter();
     tasks.spawn({
-        let (driver, ready) = (driver.clone(), ready.clone());
+        let driver = driver.clone();
         async move {
             let tell = |is_ready: bool| {
-                ready.has_driver.store(is_ready, Ordering::Relaxed);
+                has_driver.store(is_ready, Ordering::Relaxed);
                 gauge!("deltapath_gateway_driver_ready").set(f64::from(u8::from(is_ready)));
             };
             identity::watch(&driver.channel, tell).await;
@@ -136,12 +117,12 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         driver_name,
         driver,
         objects,
-        reviews: Reviews::new(client.clone(), arguments.review_cache, crate::api::METRICS)?,
+        reviews: Reviews::new(client.clone(), arguments.review_cache, crate::service::METRICS)?,
         client,
         audience: arguments.audience,
         streams,
     };
-    let config = ready.certificate.clone().server_config();
+    let config = certificate.server_config();
     let limits = listen_limits(arguments.max_streams, arguments.max_streams_per_client);
     let connections = listen::tls(listener, move || Some(config.clone()), limits);
     let services =
@@ -152,7 +133,6 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
             () = answer(connections, services, &graceful) => {}
             () = stop.asked() => {}
         }
-        ready.is_stopping.store(true, Ordering::Relaxed);
         tracing::info!("draining");
         graceful.shutdown().await;
     };
@@ -168,7 +148,6 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Answers calls until there are no more connections.
 async fn answer(
     mut connections: ReceiverStream<io::Result<Connection>>,
     services: Routes,

@@ -13,10 +13,11 @@ use http_body_util::BodyExt;
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
 use serve::listen::{Calls, Held};
+use serve::questions::{Metrics, ask, away};
 use serve::relay::{deadline, frame, unframe};
 use serve::reviews::{Caller, Reviews};
 use serve::snapshots::{self, NAME_MAX, NAMESPACE_MAX, Usable, is_object_name};
-use serve::streams::{Call, Streams};
+use serve::streams::{Call, Streams, within};
 use serve::upstream::Answer;
 use tonic::Status;
 use tonic::body::Body;
@@ -25,38 +26,35 @@ use tonic::server::NamedService;
 use tower::Service;
 use tracing::Instrument;
 
-use crate::api;
 use crate::driver::Driver;
 use crate::objects::{self, Objects, SnapshotName};
 use crate::record::{self, Record};
 use crate::resolve::{self, SecretName};
 use proto::kubernetes;
 
+/// The metrics of questions to the Kubernetes API server.
+pub const METRICS: Metrics =
+    Metrics { seconds: "deltapath_gateway_api_seconds", reviews: "deltapath_gateway_reviews_total" };
 /// Longest request, in bytes. A token has a few thousand.
 const MAX_REQUEST: usize = 32 << 10;
 /// How long a client may take to send its request.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 
-/// Answers backup applications.
 pub struct Gateway {
     /// The name of the driver behind it, and of the SnapshotMetadataService object.
     pub driver_name: String,
     pub driver: Driver,
     pub objects: Arc<Objects>,
-    /// Who may do what.
     pub reviews: Reviews,
     /// For what the watches may not know yet, and for secrets.
     pub client: Client,
     /// The audience that tokens must be for; none: that of the SnapshotMetadataService object.
     pub audience: Option<String>,
-    /// Answers under way.
     pub streams: Arc<Streams<Record>>,
 }
 
-/// An answer on its way.
 pub type Answering = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
-/// The gateway as a gRPC service.
 #[derive(Clone)]
 pub struct SnapshotMetadata(pub Arc<Gateway>);
 
@@ -86,35 +84,6 @@ struct Question {
     base: Option<String>,
     starting_offset: i64,
     max_results: i32,
-}
-
-impl From<kubernetes::GetMetadataAllocatedRequest> for Question {
-    fn from(request: kubernetes::GetMetadataAllocatedRequest) -> Self {
-        let kubernetes::GetMetadataAllocatedRequest {
-            security_token,
-            namespace,
-            snapshot_name: name,
-            starting_offset,
-            max_results,
-        } = request;
-        let target = SnapshotName { namespace, name };
-        Question { token: security_token, target, base: None, starting_offset, max_results }
-    }
-}
-
-impl From<kubernetes::GetMetadataDeltaRequest> for Question {
-    fn from(request: kubernetes::GetMetadataDeltaRequest) -> Self {
-        let kubernetes::GetMetadataDeltaRequest {
-            security_token,
-            namespace,
-            base_snapshot_id,
-            target_snapshot_name: name,
-            starting_offset,
-            max_results,
-        } = request;
-        let target = SnapshotName { namespace, name };
-        Question { token: security_token, target, base: Some(base_snapshot_id), starting_offset, max_results }
-    }
 }
 
 impl Question {
@@ -152,7 +121,6 @@ impl Question {
     }
 }
 
-/// Answers at once.
 pub fn refuse(answer: Response<Body>) -> Answering {
     Box::pin(std::future::ready(Ok(answer)))
 }
@@ -198,13 +166,7 @@ impl Gateway {
             // Apart, so that a call that sends nothing costs little.
             Box::pin(self.ask_driver(question, held, &mut call)).await
         };
-        let answer = match until {
-            None => ask.instrument(span).await,
-            Some(until) => tokio::time::timeout_at(until.into(), ask.instrument(span))
-                .await
-                .unwrap_or_else(|_| Err(Status::deadline_exceeded("the deadline of the call has passed"))),
-        };
-        match answer {
+        match within(until, ask.instrument(span)).await {
             Ok(answer) => self.streams.pass_on(answer, call),
             Err(status) => call.fail(status),
         }
@@ -285,9 +247,8 @@ impl Gateway {
         if let Ok(usable) = snapshots::usable(name, snapshot, content, &self.driver_name) {
             return Ok(usable);
         }
-        let (snapshot, content) = snapshots::fetch(api::METRICS.seconds, &self.client, name)
-            .await
-            .map_err(|error| api::away(&error))?;
+        let (snapshot, content) =
+            snapshots::fetch(METRICS.seconds, &self.client, name).await.map_err(|error| away(&error))?;
         snapshots::usable(name, snapshot, content, &self.driver_name)
             .map_err(|refusal| refusal.status(name, &self.driver_name))
     }
@@ -347,13 +308,13 @@ impl Gateway {
             tracing::warn!(namespace, name, why, "the secret of the VolumeSnapshotClass cannot be used");
             Status::failed_precondition(format!("the secret that the VolumeSnapshotClass names {why}"))
         };
-        let secret = match api::ask("Secret", secrets.get_opt(&name)).await {
+        let secret = match ask(METRICS.seconds, "Secret", secrets.get_opt(&name)).await {
             Ok(Some(secret)) => secret,
             Ok(None) => return Err(unusable("does not exist")),
             Err(kube::Error::Api(status)) if status.code == 403 => {
                 return Err(unusable("may not be read by this service"));
             }
-            Err(error) => return Err(api::away(&error)),
+            Err(error) => return Err(away(&error)),
         };
         let data = secret.data.unwrap_or_default().into_iter();
         let data = data.map(|(key, value)| Ok((key, String::from_utf8(value.0)?)));
@@ -362,7 +323,6 @@ impl Gateway {
     }
 }
 
-/// What a delta starts from.
 struct Base {
     handle: String,
     /// None where the cluster has forgotten it.
@@ -382,8 +342,20 @@ impl Base {
 async fn read_question(delta: bool, body: Body, held: &mut Held) -> Result<Question, Status> {
     let bytes = read_body(body, held).await?;
     match delta {
-        false => unframe::<kubernetes::GetMetadataAllocatedRequest>(bytes).map(Question::from),
-        true => unframe::<kubernetes::GetMetadataDeltaRequest>(bytes).map(Question::from),
+        false => unframe(bytes).map(|asked: kubernetes::GetMetadataAllocatedRequest| Question {
+            token: asked.security_token,
+            target: SnapshotName { namespace: asked.namespace, name: asked.snapshot_name },
+            base: None,
+            starting_offset: asked.starting_offset,
+            max_results: asked.max_results,
+        }),
+        true => unframe(bytes).map(|asked: kubernetes::GetMetadataDeltaRequest| Question {
+            token: asked.security_token,
+            target: SnapshotName { namespace: asked.namespace, name: asked.target_snapshot_name },
+            base: Some(asked.base_snapshot_id),
+            starting_offset: asked.starting_offset,
+            max_results: asked.max_results,
+        }),
     }
 }
 

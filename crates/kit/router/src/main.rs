@@ -167,7 +167,6 @@ enum Command {
     NodeCertificate(certificates::NodeCertificate),
 }
 
-/// A Service of Kubernetes.
 #[derive(Clone, Debug)]
 struct NodeService {
     namespace: String,

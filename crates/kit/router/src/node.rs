@@ -14,8 +14,9 @@ use base::DataDirKey;
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use prost::Message;
 use serve::mutual::Mutual;
-use serve::streams::passed_on;
+use serve::streams::{passed_on, within};
 use serve::upstream::{self, Answer, ORIGIN, Upstream, WideWindows, time_left};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
@@ -35,7 +36,6 @@ const TOO_LARGE: &str = "Error, decoded message length too large";
 /// Between two pings of a connection, and until one that is not answered is given up.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
-/// The way to a node's driver.
 #[derive(Clone)]
 pub struct Link {
     connector: Connector,
@@ -137,9 +137,7 @@ impl Connector {
 
 /// A node that has said who it is.
 pub struct Node {
-    /// Where it answers.
     pub address: Arc<str>,
-    /// Its data directory's key.
     pub key: DataDirKey,
     /// As in NodeGetInfo.
     pub name: String,
@@ -163,7 +161,6 @@ impl fmt::Debug for Node {
 }
 
 impl Node {
-    /// What this answer says of the node at the end of the link.
     pub fn new(
         address: &Arc<str>,
         key: DataDirKey,
@@ -185,12 +182,6 @@ impl Node {
         }
     }
 
-    /// The way to it.
-    pub fn link(&self) -> &Link {
-        &self.link
-    }
-
-    /// Makes a unary call.
     pub async fn call(
         &self,
         path: &'static str,
@@ -212,9 +203,20 @@ impl Node {
         within(deadline, call).await
     }
 
+    /// Makes a call whose request is the router's own.
+    pub async fn ask<A: Message + Default>(
+        &self,
+        path: &'static str,
+        request: &impl Message,
+        deadline: Option<Instant>,
+    ) -> Result<A, Status> {
+        let answer = self.call(path, request.encode_to_vec().into(), deadline).await?;
+        A::decode(answer).map_err(|_| self.refused(&format!("answered {path} with no message of it")))
+    }
+
     /// The status for the client: the node's own as it is, and for a connection that broke, which a source gives away, one
     /// that says so.
-    pub fn status_of(&self, status: Status) -> Status {
+    fn status_of(&self, status: Status) -> Status {
         match std::error::Error::source(&status) {
             Some(_) => self.away(&status),
             None if status.code() == Code::OutOfRange && status.message().starts_with(TOO_LARGE) => {
@@ -224,7 +226,6 @@ impl Node {
         }
     }
 
-    /// The status where the node's answer cannot be.
     pub fn refused(&self, what: &str) -> Status {
         let Node { name, key, address, .. } = self;
         tracing::error!(node = name, %key, address = &**address, what, "an answer is refused");
@@ -239,7 +240,6 @@ impl Node {
         self.unavailable("its connection broke")
     }
 
-    /// The status where a stream broke.
     pub fn lost(&self, error: &upstream::Error) -> Status {
         match error.verdict() {
             Some((code, what)) => Status::new(code, format!("node {} ({}) {what}", self.name, self.key)),
@@ -282,20 +282,5 @@ impl Node {
             .map_err(|error| Status::internal(format!("address the node: {error}")))?;
         let open = self.link.upstream.call(self.link.connector.connect(), request, body);
         within(deadline, async { open.await.map_err(|error| self.lost(&error)) }).await
-    }
-}
-
-/// Waits for the answer no longer than its caller does.
-pub async fn within<T>(
-    deadline: Option<Instant>,
-    answer: impl Future<Output = Result<T, Status>>,
-) -> Result<T, Status> {
-    let late = || Status::deadline_exceeded("the deadline of the call has passed");
-    let Some(until) = deadline else { return answer.await };
-    match tokio::time::timeout_at(until.into(), answer).await {
-        // The transport keeps the time too, and has other words for its end.
-        Ok(Err(status)) if status.code() == Code::Cancelled && Instant::now() >= until => Err(late()),
-        Ok(answer) => answer,
-        Err(_) => Err(late()),
     }
 }

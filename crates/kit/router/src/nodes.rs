@@ -62,7 +62,6 @@ struct Entry {
     trouble: Option<Trouble>,
     /// The key in the certificate that was shown there last.
     shown: Option<DataDirKey>,
-    /// Whether something listens there.
     is_taken: bool,
     /// Ends its task when it is dropped.
     _task: AbortOnDrop,
@@ -77,7 +76,6 @@ enum State {
 }
 
 impl State {
-    /// Who is or was there.
     fn node(&self) -> Option<&Arc<Node>> {
         match self {
             State::Up(node, _) | State::Away(Some(node), _) => Some(node),
@@ -119,7 +117,6 @@ impl Table {
     }
 }
 
-/// 1 while the node answers.
 fn node_up(node: &Node) -> metrics::Gauge {
     gauge!("deltapath_router_node_up", "node" => node.name.clone(), "key" => node.key.to_string())
 }
@@ -228,7 +225,6 @@ impl Nodes {
         }
     }
 
-    /// Reads them again and again, for ever.
     pub async fn follow_forgotten(self: Arc<Self>) {
         loop {
             tokio::time::sleep(EVERY).await;
@@ -236,7 +232,6 @@ impl Nodes {
         }
     }
 
-    /// Asks one address, for ever.
     async fn follow(self: Arc<Self>, address: Arc<str>) {
         let suspect = Arc::new(Notify::new());
         let mut link = None;
@@ -413,7 +408,6 @@ impl Nodes {
         ))
     }
 
-    /// The nodes that lists cannot be asked of.
     pub fn away(&self) -> Vec<Missing> {
         let table = self.table.lock();
         let mut there: BTreeSet<DataDirKey> = BTreeSet::new();
@@ -443,7 +437,6 @@ impl Nodes {
         away
     }
 
-    /// A ticket that lets the node `reader` read `source` on another.
     pub fn ticket(&self, source: &str, reader: DataDirKey) -> Result<Vec<u8>, Status> {
         let signer =
             self.tls.signer().ok_or_else(|| Status::unavailable("the router has no certificate yet"))?;

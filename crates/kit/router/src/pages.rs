@@ -16,10 +16,8 @@ pub const MAX_PAGE: usize = 5000;
 /// What a token before the key says.
 const AFTER: &str = "after-";
 
-/// Where a list goes on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// At the first node.
     Begin,
     /// With this node, which knows the token, and then with those behind it.
     Within(DataDirKey, String),
@@ -28,7 +26,6 @@ pub enum Start {
 }
 
 impl Start {
-    /// What a client's token says.
     pub fn parse(token: &str) -> Result<Self, Status> {
         if token.is_empty() {
             return Ok(Start::Begin);
@@ -68,7 +65,6 @@ pub struct Asked {
     /// The most entries of a page; 0 where the caller sets no limit.
     #[prost(int32, tag = "1")]
     pub max_entries: i32,
-    /// Where to go on.
     #[prost(string, tag = "2")]
     pub starting_token: String,
 }

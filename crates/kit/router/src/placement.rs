@@ -8,10 +8,8 @@ use parking_lot::Mutex;
 use base::DataDirKey;
 use proto::{Topology, TopologyRequirement};
 
-/// What is to be known of a node.
 #[derive(Clone, Debug)]
 pub struct Candidate {
-    /// Its data directory's key.
     pub key: DataDirKey,
     /// As in NodeGetInfo.
     pub topology: BTreeMap<String, String>,
@@ -21,7 +19,6 @@ pub struct Candidate {
     pub free: u64,
     /// Capacity of all volumes together.
     pub provisioned: u64,
-    /// When it was asked for this.
     pub asked: Instant,
 }
 
@@ -38,7 +35,6 @@ struct Volume {
     number: u64,
     on: DataDirKey,
     bytes: u64,
-    /// When its call ended.
     ended: Option<Instant>,
 }
 
@@ -82,7 +78,6 @@ impl Making {
 }
 
 impl Counted<'_> {
-    /// It is made on this node.
     pub fn is_on(&self, key: DataDirKey) {
         if let Some(volume) = self.making.0.lock().iter_mut().find(|volume| volume.number == self.number) {
             volume.on = key;

@@ -10,10 +10,8 @@ use tonic::{Code, Status};
 
 use crate::node::Node;
 
-/// The gauge that counts open streams.
 pub const OPEN_STREAMS: &str = "deltapath_router_open_streams";
 
-/// Names the metrics.
 pub fn describe() {
     describe_counter!("deltapath_router_rpc_total", "Completed calls, by method and gRPC code.");
     describe_histogram!("deltapath_router_rpc_seconds", "Time from a call's arrival to its end.");
@@ -36,7 +34,6 @@ pub fn describe() {
 #[derive(Debug)]
 pub struct Record {
     method: &'static str,
-    /// The id or name that the call is about.
     about: String,
     node: Option<Arc<Node>>,
     started: Instant,
@@ -45,7 +42,6 @@ pub struct Record {
 }
 
 impl Record {
-    /// A call has arrived.
     pub fn new(method: &'static str) -> Self {
         let (about, started) = (String::new(), Instant::now());
         Record { method, about, node: None, started, passed: (0, 0), has_ended: false }
@@ -56,7 +52,6 @@ impl Record {
         self.about = id.chars().take(128).collect();
     }
 
-    /// Which node answers it.
     pub fn on(&mut self, node: &Arc<Node>) {
         self.node = Some(node.clone());
     }

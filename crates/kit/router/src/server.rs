@@ -2,7 +2,6 @@
 
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use serve::authority::Tolerant;
 use serve::identity::Role;
@@ -63,12 +62,10 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     }
     tasks.spawn(nodes.clone().follow_forgotten());
 
-    let is_stopping = Arc::new(AtomicBool::new(false));
     let missing = {
-        let (nodes, is_stopping) = (nodes.clone(), is_stopping.clone());
+        let (nodes, stop) = (nodes.clone(), stop.clone());
         move || {
-            let is_stopping = is_stopping.load(Ordering::Relaxed);
-            None.or(is_stopping.then_some("it is stopping"))
+            None.or(stop.is_asked().then_some("it is stopping"))
                 .or_else(|| tls.missing())
                 .or_else(|| nodes.up().is_empty().then_some("no node answers"))
         }
@@ -96,7 +93,6 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         .add_service(SnapshotMetadata(router))
         .serve_with_incoming_shutdown(connections, async {
             stop.asked().await;
-            is_stopping.store(true, Ordering::Relaxed);
             tracing::info!("draining");
         });
     tokio::select! {

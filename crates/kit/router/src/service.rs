@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use serve::relay::{deadline, frame_bytes, unframe_bytes};
-use serve::streams::{Call, Record as _};
+use serve::streams::{Call, Record as _, within};
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, header};
 use tonic::server::NamedService;
@@ -18,12 +18,10 @@ use tonic::{Code, Status};
 use tower::Service;
 
 use crate::calls::{Method, Router};
-use crate::node::within;
 use crate::record::Record;
 
 /// Longest request, in bytes: as long as gRPC lets messages be.
 const MAX_REQUEST: usize = 4 << 20;
-/// How long a client may take to send its request.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 
 macro_rules! services {
@@ -112,7 +110,6 @@ async fn read(body: Body) -> Result<Bytes, Status> {
     }
 }
 
-/// An answer of one message.
 fn whole(message: &[u8]) -> Response<Body> {
     let trailers = async {
         let mut trailers = HeaderMap::new();

@@ -5,6 +5,8 @@ mod issue;
 mod plan;
 pub mod secret;
 
+use jiff::Timestamp;
+
 pub use issue::{Authority, Leaf};
 pub use plan::{Announced, Former, Lifetimes, State, Step};
 
@@ -26,4 +28,26 @@ pub enum Error {
     /// It took too long.
     #[error("the API server does not answer")]
     Late,
+}
+
+impl State {
+    /// This state, or what is due after it now, and whether that is another. Without one the first is made; `known` are the authorities
+    /// that clients go by.
+    pub async fn next(
+        state: Option<State>,
+        owner: &str,
+        hosts: &[String],
+        known: impl Future<Output = Result<Option<String>, Error>>,
+        lifetimes: &Lifetimes,
+    ) -> Result<(State, bool), Error> {
+        let Some(state) = state else {
+            let first = State::first(owner, hosts, known.await?, Timestamp::now(), lifetimes)?;
+            tracing::info!("making the first certificates");
+            return Ok((first, true));
+        };
+        let now = Timestamp::now();
+        let Some(step) = state.due(now, lifetimes, hosts) else { return Ok((state, false)) };
+        tracing::info!(?step, "certificates");
+        Ok((state.after(step, owner, hosts, now, lifetimes)?, true))
+    }
 }

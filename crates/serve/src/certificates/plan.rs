@@ -69,7 +69,7 @@ pub enum Step {
 
 impl State {
     /// What is due at `now` for servers with the names `hosts`; the most important first.
-    pub fn due(&self, now: Timestamp, lifetimes: &Lifetimes, hosts: &[String]) -> Option<Step> {
+    pub(super) fn due(&self, now: Timestamp, lifetimes: &Lifetimes, hosts: &[String]) -> Option<Step> {
         if self.former.as_ref().is_some_and(|former| former.until <= now) {
             return Some(Step::Forget);
         }
@@ -87,7 +87,7 @@ impl State {
 
     /// The first: an authority of `owner`, and a certificate with these names. `known` are the authorities of before, in PEM,
     /// that clients may go by for a while.
-    pub fn first(
+    pub(super) fn first(
         owner: &str,
         hosts: &[String],
         known: Option<String>,
@@ -102,7 +102,7 @@ impl State {
     }
 
     /// The state after a step.
-    pub fn after(
+    pub(super) fn after(
         self,
         step: Step,
         owner: &str,

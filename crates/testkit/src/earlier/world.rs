@@ -14,7 +14,6 @@ use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -85,6 +84,12 @@ impl World {
     pub async fn ask_of_two(&self) {
         self.two_snapshots().await;
         self.ask("walk", Some("monday"), "tuesday").await;
+    }
+
+    /// Makes a VolumeSnapshot, and a DifferentialSnapshot of the same name of all that it holds.
+    pub async fn ask_of_one(&self, name: &str, handle: &str) {
+        self.snapshot(name, handle).await;
+        self.ask(name, None, name).await;
     }
 
     /// Makes a DifferentialSnapshot.
@@ -292,7 +297,7 @@ impl Program {
         protocols: &[&str],
         own: Option<(PathBuf, PathBuf)>,
     ) -> TlsStream<TcpStream> {
-        let config = trusting(&self.ca);
+        let config = scene::trusting(&self.ca);
         let mut config = match own {
             None => config.with_no_client_auth(),
             Some((chain, key)) => {
@@ -342,17 +347,9 @@ pub async fn readiness(port: u16) -> (u16, String) {
 
 /// A client that trusts this CA and finds the host at this address.
 pub fn https(ca: &str, host: &str, at: SocketAddr) -> reqwest::Client {
-    let client = reqwest::Client::builder().tls_backend_preconfigured(trusting(ca).with_no_client_auth());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured(scene::trusting(ca).with_no_client_auth());
     client.resolve(host, at).build().expect("a client")
-}
-
-/// The begin of a TLS client's configuration that trusts this CA.
-fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
-    let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    config.expect("versions").with_root_certificates(roots)
 }
 
 /// A CA, and the files of a certificate by it.

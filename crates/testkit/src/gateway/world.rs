@@ -93,8 +93,15 @@ impl World {
 
     /// A driver, a snapshot of that handle, the namespace of it, and a token that may read it.
     pub async fn with_snapshot(&self, name: &str, handle: &str) -> (Driver, String, String) {
+        self.with_snapshots(&[(name, handle)]).await
+    }
+
+    /// The same with several.
+    pub async fn with_snapshots(&self, snapshots: &[(&str, &str)]) -> (Driver, String, String) {
         let driver = Driver::start(&self.driver, &self.socket());
-        self.snapshot(&self.namespace, name, handle).await;
+        for (name, handle) in snapshots {
+            self.snapshot(&self.namespace, name, handle).await;
+        }
         (driver, self.namespace.clone(), self.reader("reader").await)
     }
 
@@ -198,11 +205,9 @@ impl World {
         audit_to: Option<Stdio>,
         levels: &str,
     ) -> Gateway {
-        let files = Files::make(self.dir.path());
-        let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-        let mut arguments = vec!["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
-        arguments.extend(more);
-        Gateway::start_with(self, config, name, &arguments, Some(files), audit_to, levels)
+        let arguments = [&["--audience", AUDIENCE][..], more].concat();
+        let files = Some(Files::make(self.dir.path()));
+        Gateway::start_with(self, config, name, &arguments, files, audit_to, levels)
     }
 }
 
@@ -218,6 +223,7 @@ fn merge(object: &mut Value, change: &Value) {
 }
 
 /// A CA, and a certificate in files.
+#[derive(Clone)]
 pub struct Files {
     pub ca: String,
     pub chain: PathBuf,
@@ -232,6 +238,10 @@ impl Files {
         std::fs::write(&files.chain, made.chain).expect("write");
         std::fs::write(&files.key, made.key).expect("write");
         files
+    }
+
+    fn flags(&self) -> [String; 2] {
+        [format!("--tls-cert={}", self.chain.display()), format!("--tls-key={}", self.key.display())]
     }
 }
 
@@ -267,6 +277,7 @@ impl Gateway {
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
             .arg(format!("--http-endpoint=127.0.0.1:{http}"))
+            .args(files.iter().flat_map(Files::flags))
             .args(more)
             .env("RUST_LOG", levels)
             .env_remove("TLS_CERT_PATH")
@@ -281,13 +292,17 @@ impl Gateway {
 
     /// Waits for an answer over HTTP.
     pub async fn until(&self, path: &str, what: &str, is_it: impl Fn(&(u16, String)) -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(180);
         loop {
             let answer = self.get(path).await;
             if answer.as_ref().is_some_and(&is_it) {
                 return;
             }
-            assert!(Instant::now() < deadline, "not {what} in a minute: {answer:?}\n{}", self.running.log());
+            assert!(
+                Instant::now() < deadline,
+                "not {what} in three minutes: {answer:?}\n{}",
+                self.running.log()
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -372,8 +387,7 @@ impl Sidecar {
         command
             .arg(format!("--csi-address={}", socket.display()))
             .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
-            .arg(format!("--tls-cert={}", files.chain.display()))
-            .arg(format!("--tls-key={}", files.key.display()))
+            .args(files.flags())
             .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
             .args(more);
         let sidecar = Sidecar { running: Running::start(&mut command, &log), port, http };

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use serde_json::Value;
 use testkit::api_server::ApiServer;
+use testkit::bench::ticks;
 use testkit::earlier::world::World;
 
 use crate::wire::Count;
 
-/// Counters as they were.
 pub struct Watched {
     counts: [Count; 2],
     bytes: [u64; 2],
@@ -27,7 +27,6 @@ pub struct Cost {
     bytes: [f64; 2],
     /// Requests of the parts to kube-apiserver, without leases and watches.
     calls: f64,
-    /// Seconds of its CPU.
     cpu: f64,
     /// By how much its memory grew meanwhile, at most; of all walks together.
     memory: u64,
@@ -59,13 +58,12 @@ impl Watched {
         let bytes = load(&self.counts);
         // The audit log is written a little later than the answers.
         tokio::time::sleep(Duration::from_millis(500)).await;
-        let marker = format!("{}-{}", world.namespace, self.revision);
         let audited = audit(api);
         let calls =
             audited[self.audited..].lines().filter(|line| is_of_a_part(line, &world.namespace)).count();
-        api.namespace(&marker).await;
-        let written = api.written_since(self.revision, &marker).await;
-        let writes = written.iter().filter(|(key, _)| !key.contains("leases/") && !key.contains(&marker));
+        let written = api.written_since(self.revision).await;
+        let is_ours = |key: &str| !key.contains("leases/") && !key.contains("namespaces/marker-");
+        let writes = written.iter().filter(|(key, _)| is_ours(key));
         Cost {
             bytes: [0, 1].map(|of| each((bytes[of] - self.bytes[of]) as f64)),
             calls: each(calls as f64),
@@ -77,7 +75,6 @@ impl Watched {
 }
 
 impl Cost {
-    /// Cells of a table.
     pub fn cells(&self) -> String {
         let mut text = format!("{}", self.calls.round());
         for bytes in self.bytes {
@@ -121,23 +118,13 @@ fn load(counts: &[Count; 2]) -> [u64; 2] {
     [0, 1].map(|of| counts[of].load(Ordering::Relaxed))
 }
 
-fn ticks(pid: u32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
-    // Behind the name, which may hold blanks: utime and stime are the fields 14 and 15 of all.
-    let (_, fields) = stat.rsplit_once(") ").expect("a name");
-    let times = fields.split(' ').skip(11).take(2).map(|field| field.parse::<u64>().expect("ticks"));
-    times.sum()
-}
-
 fn ticks_a_second() -> f64 {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).expect("sysconf");
     ticks.expect("ticks a second") as f64
 }
 
 fn memory(pid: u32, field: &str) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
-    let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("memory");
-    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+    testkit::process_status(pid, field) << 10
 }
 
 fn size(bytes: f64) -> String {

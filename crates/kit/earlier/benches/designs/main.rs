@@ -10,7 +10,6 @@ mod stage;
 mod wire;
 
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -58,11 +57,7 @@ fn main() {
 }
 
 async fn compare(world: &World, sizes: &[u64]) {
-    let _driver = Process::start(Command::new(std::env::current_exe().expect("this program")).args([
-        DRIVER,
-        &world.driver,
-        &world.csi.display().to_string(),
-    ]));
+    let _driver = Process::of_this(&[DRIVER, &world.driver, &world.csi.display().to_string()]);
     world.snapshot("base", "base").await;
     for blocks in sizes.iter().chain([&10]) {
         let name = handle(*blocks);
@@ -321,7 +316,6 @@ impl Stage<'_> {
     }
 }
 
-/// The JSON of an answer with that code.
 async fn answer(request: reqwest::RequestBuilder, code: u16) -> Value {
     let answer = request.send().await.expect("an answer");
     let found = answer.status();

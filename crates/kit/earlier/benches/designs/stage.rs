@@ -12,7 +12,6 @@ use testkit::free_port;
 
 use crate::wire::{self, Count, Wire};
 
-/// The name in the gateway's certificate.
 pub const GATEWAY: &str = "gateway.test";
 
 /// All programs, started and ready.

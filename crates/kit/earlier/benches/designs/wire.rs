@@ -11,7 +11,6 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 /// Bytes in both directions, of all wires that share it. Those of TLS are among them, those of TCP and IP are not.
 pub type Count = Arc<AtomicU64>;
 
-/// A port that leads to another.
 pub struct Wire {
     pub at: SocketAddr,
     to: Arc<Mutex<Option<SocketAddr>>>,
@@ -46,7 +45,6 @@ impl Wire {
     }
 }
 
-/// A socket that leads to another.
 pub fn socket(dir: &Path, name: &str, to: &Path, count: &Count) -> PathBuf {
     let path = dir.join(format!("wire-{name}.sock"));
     let listener = UnixListener::bind(&path).expect("bind");

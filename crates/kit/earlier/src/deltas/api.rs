@@ -36,29 +36,24 @@ use super::resource::{
 use super::wire;
 use crate::page_token::PageToken;
 use crate::refusal::Refusal;
-use crate::server::{ClientCertificates, METRICS, held_until_taken};
+use crate::server::{ClientCertificates, METRICS, held_until_taken, place};
 
 /// Longest object, in bytes.
 const MAX_OBJECT: usize = 1 << 20;
 /// Where the right to a block's data is: users who may create this subresource get data tokens.
 const DATA: &str = "data";
 
-/// Answers users.
 pub struct Api {
     pub client: Client,
-    /// What users may.
     pub reviews: Reviews,
     /// Who they are.
     pub proxy: Arc<FrontProxy>,
-    /// Calls of cbt-http.
     pub callers: Arc<Callers>,
     /// Creates of each user.
     pub users: DefaultKeyedRateLimiter<String>,
-    /// Entries in an answer at most.
     pub max_entries: u32,
     /// Creates at once.
     pub places: Arc<Semaphore>,
-    /// How long an answer may take.
     pub timeout: Duration,
 }
 
@@ -191,8 +186,7 @@ impl Api {
                 ..Status::resource_exhausted("this user asks too often: try again later").into()
             });
         }
-        let busy = |_| Status::resource_exhausted("too many requests at once: try again");
-        let place = self.places.clone().try_acquire_owned().map_err(busy)?;
+        let place = place(&self.places)?;
         // 2. Whether they may create such objects there.
         let object = |subresource| Object {
             group: GROUP,
@@ -277,7 +271,6 @@ impl Api {
         }
     }
 
-    /// The content of a Secret that the caller may get.
     async fn secrets(
         &self,
         caller: &Caller,

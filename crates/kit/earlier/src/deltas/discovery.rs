@@ -36,7 +36,6 @@ const PORT: u16 = 443;
 const EVERY: Duration = Duration::from_secs(5);
 /// How long cbt-http may take to say that it is there.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Longest answer of a cbt-http.
 const MAX_ANSWER: usize = 16 << 20;
 
 object!(DriverDiscovery, "DriverDiscovery", PLURAL, VERSION, GROUP, ClusterResourceScope, {
@@ -71,7 +70,6 @@ pub struct Service {
     pub port: Option<u16>,
 }
 
-/// What the controller says of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct State {
@@ -81,7 +79,6 @@ pub struct State {
 }
 
 impl ClientConfig {
-    /// The address, or what is wrong with it.
     pub fn address(&self) -> Result<Url, String> {
         let text = match (&self.url, &self.service) {
             (Some(url), None) => url.clone(),
@@ -137,12 +134,10 @@ async fn all(client: &Client) -> kube::Result<Vec<DriverDiscovery>> {
 pub enum Error {
     #[error("its DriverDiscovery cannot be used: {0}")]
     Object(String),
-    /// The token of this server cannot be read.
     #[error("the aggregated API server has no token for cbt-http: see its log")]
     Token,
     #[error("cbt-http does not answer: try again")]
     Away,
-    /// It says no: its reason and its message.
     #[error("{reason}: {message}")]
     Refused { reason: String, message: String },
     #[error("invalid response from cbt-http: {0}")]
@@ -185,7 +180,6 @@ impl Callers {
         Ok(clients.entry(config.ca_bundle.clone()).or_insert(client).clone())
     }
 
-    /// One page.
     pub async fn list(
         &self,
         config: &ClientConfig,

@@ -4,14 +4,12 @@ use serde_json::{Value, json};
 
 use super::resource::{GROUP, KIND, PLURAL, VERSION};
 
-/// The name of the kind's schema.
 const SCHEMA: &str = "io.k8s.storage.cbt.v1alpha1.VolumeSnapshotDelta";
 
 fn group_version() -> String {
     format!("{GROUP}/{VERSION}")
 }
 
-/// Where objects are created.
 pub fn path() -> String {
     format!("/apis/{GROUP}/{VERSION}/namespaces/{{namespace}}/{PLURAL}")
 }

@@ -46,7 +46,6 @@ struct Trust {
 }
 
 impl FrontProxy {
-    /// Reads the ConfigMap again and again.
     pub async fn follow(self: Arc<Self>, client: Client) {
         let maps: Api<ConfigMap> = Api::namespaced(client, PLACE.0);
         let mut read = None;
@@ -77,7 +76,6 @@ impl FrontProxy {
         }
     }
 
-    /// Whether it is known whom to believe.
     pub fn is_known(&self) -> bool {
         self.0.load().is_some()
     }

@@ -21,7 +21,6 @@ use crate::page_token::PageToken;
 pub const MAX_ENTRIES: u32 = 4096;
 
 pub struct Lists {
-    /// Whose tuples they are made from.
     pub driver: Driver,
     /// Bytes in a block where the driver's tuples are of any size.
     pub block_size: u64,
@@ -29,7 +28,6 @@ pub struct Lists {
     pub tokens: Option<Tokens>,
 }
 
-/// A request that can be answered.
 struct Question {
     base: Option<String>,
     target: String,
@@ -144,12 +142,10 @@ impl Lists {
     }
 }
 
-/// A page as it fills.
 struct Page<'q> {
     question: &'q Question,
     unit: u64,
     indexes: Vec<u64>,
-    /// The first block of the next page.
     next: Option<u64>,
 }
 

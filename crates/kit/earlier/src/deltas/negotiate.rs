@@ -6,7 +6,6 @@ use serde_json::Value;
 
 use crate::refusal::Refusal;
 
-/// How an object is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Json,
@@ -27,7 +26,6 @@ struct MediaRange<'a> {
     quality: u16,
 }
 
-/// The alternatives, the best first.
 fn ranges(headers: &HeaderMap) -> Vec<MediaRange<'_>> {
     let texts = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let mut ranges: Vec<_> = texts
@@ -56,7 +54,6 @@ impl Format {
         }
     }
 
-    /// What the client wants the answer in.
     pub fn accepted(headers: &HeaderMap) -> Result<Self, Refusal> {
         if !headers.contains_key(header::ACCEPT) {
             return Ok(Format::Json);
@@ -72,7 +69,6 @@ impl Format {
         })
     }
 
-    /// What the client has sent.
     pub fn sent(headers: &HeaderMap) -> Result<Self, Refusal> {
         let Some(given) = headers.get(header::CONTENT_TYPE) else { return Ok(Format::Json) };
         let media = given.to_str().unwrap_or_default().split(';').next().unwrap_or_default();
@@ -93,7 +89,6 @@ impl Format {
         read.map_err(|error| Refusal::bad_request(format!("the body of the request cannot be read: {error}")))
     }
 
-    /// An answer.
     pub fn write(self, code: StatusCode, object: &Value) -> Response {
         let (media, body) = match self {
             Format::Json => ("application/json", object.to_string()),
@@ -108,7 +103,6 @@ impl Format {
         (code, [(header::CONTENT_TYPE, media), (header::CACHE_CONTROL, "no-store")], body).into_response()
     }
 
-    /// An answer that says no.
     pub fn refuse(self, refusal: &Refusal) -> Response {
         let mut response = self.write(refusal.code, &refusal.status());
         if let Some((name, value)) = refusal.header() {
@@ -126,7 +120,6 @@ pub fn wants_aggregated(headers: &HeaderMap) -> Option<&'static str> {
     is_it.then_some("application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
 }
 
-/// The header by which Kubernetes warns.
 pub fn warning(text: &str) -> Option<(HeaderName, HeaderValue)> {
     let quoted = text.replace('\\', "\\\\").replace('"', "\\\"");
     HeaderValue::from_str(&format!("299 - \"{quoted}\"")).ok().map(|value| (header::WARNING, value))

@@ -28,7 +28,6 @@ pub struct Delta {
     pub spec: Spec,
 }
 
-/// What is asked.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Spec {
@@ -56,11 +55,9 @@ pub struct SecretRef {
     pub namespace: String,
 }
 
-/// The answer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct State {
-    /// One of the constants below.
     pub state: u8,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -79,7 +76,6 @@ pub const CONTINUE: u8 = 1;
 /// `error` says why there is no answer.
 pub const FAILED: u8 = 2;
 
-/// A changed block.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
@@ -227,7 +223,6 @@ fn unknown_fields(object: &Value) -> Vec<String> {
     unknown
 }
 
-/// The object as it is answered.
 pub fn answer(delta: Delta, namespace: &str, state: &State) -> Value {
     let mut metadata = delta.metadata;
     metadata.namespace = Some(namespace.to_owned());

@@ -12,7 +12,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Extension, Json, Router};
+use axum::{Extension, Router};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use csi_client::identity;
@@ -30,8 +30,8 @@ use serve::reviews::{Object, Reviews};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::io::ReaderStream;
+use tonic::Status;
 use tonic::transport::Server as Grpc;
-use tonic::{Code, Status};
 
 use super::discovery::{self, DATA, DriverDiscovery};
 use super::list::Lists;
@@ -41,11 +41,9 @@ use crate::CbtHttp as Arguments;
 use crate::driver::{Blocks, Driver};
 use crate::refusal::Refusal;
 use crate::request::bearer;
-use crate::server::{METRICS, Ready, Server, held_until_taken};
+use crate::server::{METRICS, Ready, Server, answer_page, count, place};
 
-/// Where pages are asked for.
 pub const PATH: &str = "/v1alpha1/deltas";
-/// The author of the DriverDiscovery.
 const MANAGER: &str = "cbt-http";
 /// How often the DriverDiscovery is written again, and how soon where that failed.
 const EVERY: Duration = Duration::from_secs(30);
@@ -85,19 +83,13 @@ async fn page(
     Extension(calls): Extension<Calls>,
     request: Request,
 ) -> Response {
-    let open = calls.open();
-    let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request, &calls, &open)).await;
-    let answer = page
-        .unwrap_or_else(|_| Err(Status::deadline_exceeded("the page took too long: request fewer entries")));
-    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
-    metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
-    match answer {
-        Ok((page, place)) => {
-            let page = ([(header::CACHE_CONTROL, "no-store")], Json(page)).into_response();
-            held_until_taken(page, (place, open), sidecar.page_timeout).await
-        }
-        Err(status) => Refusal::from(status).into_response(),
-    }
+    let time = sidecar.page_timeout;
+    let page = async move {
+        let open = calls.open();
+        let (page, place) = sidecar.page(request, &calls, &open).await?;
+        Ok((page, (place, open)))
+    };
+    answer_page(page, time, "the page took too long: request fewer entries").await
 }
 
 async fn data(
@@ -107,8 +99,7 @@ async fn data(
 ) -> Response {
     let open = calls.open();
     let answer = sidecar.read(&headers, &open).await;
-    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
-    metrics::counter!("cbt_earlier_data_total", "code" => format!("{code:?}")).increment(1);
+    count("cbt_earlier_data_total", &answer);
     match answer {
         Ok(bytes) => {
             let stream = ReaderStream::with_capacity(bytes, 64 << 10);
@@ -140,8 +131,7 @@ impl Sidecar {
         let held = calls.hold()?;
         let caller = self.reviews.caller(token, &self.audience).await?;
         open.known(caller.name());
-        let busy = |_| Status::resource_exhausted("too many requests at once: try again");
-        let place = self.places.clone().try_acquire_owned().map_err(busy)?;
+        let place = place(&self.places)?;
         drop(held);
         let object = Object {
             group: discovery::GROUP,
@@ -251,13 +241,11 @@ fn object_name(driver: &str) -> String {
     driver.to_ascii_lowercase()
 }
 
-/// Keeps the DriverDiscovery.
 struct Publisher {
     client: Client,
     driver_name: String,
     /// `url` or `service`.
     place: Value,
-    /// The file with the CA.
     bundle: PathBuf,
     is_published: Arc<AtomicBool>,
 }

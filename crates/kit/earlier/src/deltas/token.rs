@@ -17,7 +17,6 @@ use tonic::Status;
 pub const PLACEHOLDER: &str = "{snapshot}";
 /// What the key is used for: another use of the same file gives another key.
 const CONTEXT: &str = "deltapath 2026-11 cbt-earlier data token";
-/// Bytes in a key file at least.
 const KEY_LENGTH: usize = 32;
 
 /// Makes tokens and checks them. The same key on all replicas makes a token good at each.
@@ -28,10 +27,8 @@ pub struct Tokens {
     ttl: Duration,
 }
 
-/// What a token is good for.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
-    /// Handle of the snapshot.
     pub snapshot: String,
     /// First byte.
     pub offset: u64,
@@ -64,7 +61,6 @@ impl Tokens {
         hasher.finalize()
     }
 
-    /// A token for a block.
     pub fn seal(&self, snapshot: &str, offset: u64, size: u64) -> BlockSnapshotChangedBlockToken {
         let now = now();
         let expires = now + self.ttl.as_secs();

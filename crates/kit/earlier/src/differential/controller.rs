@@ -31,11 +31,8 @@ const LATER: Duration = Duration::from_secs(60);
 /// What the status depends on besides the objects.
 pub struct Controller {
     pub client: Client,
-    /// The CSI driver whose snapshots it answers for.
     pub driver_name: String,
-    /// Host and port of the callback listener.
     pub service_address: String,
-    /// How long VolumeSnapshots may take to be ready.
     pub ready_timeout: Duration,
 }
 

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
-use axum::http::{HeaderMap, header};
-use axum::response::{IntoResponse, Response};
+use axum::http::HeaderMap;
+use axum::response::Response;
 use axum::routing::get;
-use axum::{Extension, Json, Router};
+use axum::{Extension, Router};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kube::{Api, Client};
@@ -24,26 +24,20 @@ use serve::questions::{ask, away};
 use serve::reviews::{Object, Reviews};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tonic::{Code, Status};
+use tonic::Status;
 
 use crate::refusal::Refusal;
 use crate::request::bearer;
-use crate::server::{METRICS, held_until_taken};
+use crate::server::{METRICS, answer_page, place};
 
 use super::resource::{self, DifferentialSnapshot, GROUP, PLURAL, Pair, Unresolved, VERSION};
 
-/// Answers users.
 pub struct Listener {
     pub client: Client,
-    /// Who asks, and what they may.
     pub reviews: Reviews,
-    /// The audience of their tokens.
     pub audience: String,
-    /// The CSI driver whose snapshots it answers for.
     pub driver_name: String,
-    /// Where the pages come from.
     pub pages: DifferentialSnapshotClient<Checked>,
-    /// How long a page may take.
     pub page_timeout: Duration,
     /// Requests at once.
     pub places: Arc<Semaphore>,
@@ -133,28 +127,19 @@ async fn page(
     asked: Result<Query<Asked>, QueryRejection>,
     headers: HeaderMap,
 ) -> Response {
-    let open = calls.open();
-    let answer = listener.clone().page(&namespace, &name, asked, &headers, (&calls, &open));
-    let answer = tokio::time::timeout(listener.page_timeout, answer).await;
-    let answer = answer.unwrap_or_else(|_| {
-        Err(Status::deadline_exceeded("the page has taken too long: try again, or ask for fewer entries"))
-    });
-    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
-    metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
-    match answer {
-        Ok((page, places)) => {
-            let page = ([(header::CACHE_CONTROL, "no-store")], Json(Page::from(page))).into_response();
-            held_until_taken(page, (places, open), listener.page_timeout).await
-        }
-        Err(status) => Refusal::from(status).into_response(),
-    }
+    let time = listener.page_timeout;
+    let page = async move {
+        let open = calls.open();
+        let (page, places) = listener.page(&namespace, &name, asked, &headers, (&calls, &open)).await?;
+        Ok((Page::from(page), (places, open)))
+    };
+    answer_page(page, time, "the page has taken too long: try again, or ask for fewer entries").await
 }
 
 impl Listener {
     /// One user does not take all places of the others.
     fn enter(self: &Arc<Self>, user: &str) -> Result<Places, Status> {
-        let busy = |_| Status::resource_exhausted("too many requests at once: try again");
-        let place = self.places.clone().try_acquire_owned().map_err(busy)?;
+        let place = place(&self.places)?;
         let mut under_way = self.under_way.lock();
         let own = under_way.entry(user.to_owned()).or_default();
         if *own >= self.each {

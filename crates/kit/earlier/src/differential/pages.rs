@@ -21,13 +21,10 @@ const MAX_RESULTS: u32 = 4096;
 const FAR: usize = 4096;
 
 pub struct Pages {
-    /// Whose tuples they are made from.
     pub driver: Driver,
-    /// Blocks in a page at most.
     pub max_entries: u32,
 }
 
-/// A request that can be answered.
 #[derive(Debug, PartialEq, Eq)]
 struct Question {
     base: Option<String>,
@@ -127,7 +124,6 @@ impl Pages {
         }
     }
 
-    /// The page that begins with the tuple `first`.
     async fn listed(
         &self,
         question: &Question,
@@ -187,7 +183,6 @@ async fn next_behind(tuples: &mut Tuples, from: u64) -> Result<Option<Tuple>, St
     }
 }
 
-/// A page as it fills.
 struct Page<'q> {
     question: &'q Question,
     blocks: Vec<ChangedBlock>,

@@ -20,7 +20,6 @@ object!(DifferentialSnapshot, "DifferentialSnapshot", PLURAL, VERSION, GROUP, Na
     status: Option<State>,
 });
 
-/// What the user asks for.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Spec {
@@ -28,13 +27,11 @@ pub struct Spec {
     pub base_volume_snapshot_name: Option<String>,
     pub target_volume_snapshot_name: String,
     pub mode: Option<String>,
-    /// Where the first page begins.
     pub start_offset: Option<String>,
     /// For the driver.
     pub parameters: BTreeMap<String, String>,
 }
 
-/// What the user sees.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct State {
@@ -46,7 +43,6 @@ pub struct State {
 }
 
 impl Spec {
-    /// The base's name.
     pub fn base(&self) -> Option<&str> {
         self.base_volume_snapshot_name.as_deref().filter(|name| !name.is_empty())
     }
@@ -79,7 +75,6 @@ pub enum Unresolved {
     Unknown(kube::Error),
 }
 
-/// Looks both snapshots up.
 pub async fn resolve(
     client: &Client,
     driver: &str,

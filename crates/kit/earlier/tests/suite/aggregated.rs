@@ -30,7 +30,13 @@ pub fn pair() -> Value {
     json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday"})
 }
 
-/// Runs kubectl as the administrator.
+/// The same for a page of so many entries, from an index on.
+pub fn page_of_pair(offset: impl Into<Value>, limit: impl Into<Value>) -> Value {
+    let mut spec = pair();
+    (spec["offset"], spec["limit"]) = (offset.into(), limit.into());
+    spec
+}
+
 pub fn kubectl(world: &World, arguments: &[&str], input: &str) -> Output {
     let programs = kube_programs(&["kubectl"]);
     let mut child = Command::new(programs.join("kubectl"))
@@ -113,8 +119,7 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
 }
 
 pub async fn other_versions_of_the_group_keep_working_beside_it(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let services = world.api.objects("SnapshotMetadataService", None);
     let service = |name: &str| {
         json!({
@@ -205,19 +210,13 @@ pub async fn limits_are_bounded_and_blocks_are_counted(world: World) {
         (json!(257), 256),
         (json!(u64::MAX), 256),
     ] {
-        let mut spec = pair();
-        spec["limit"] = limit.clone();
-        let status = user.status(spec).await;
+        let status = user.status(page_of_pair(0, limit.clone())).await;
         assert_eq!(entries(&status).len(), expected, "{limit}");
         assert_eq!((&status["limit"], &status["state"]), (&json!(expected), &json!(1)), "{limit}");
         assert_eq!(status["continue"], json!(expected), "{limit}");
     }
     // At the end of the volume nothing is left; past it there is no block.
-    let at = async |offset: u64| {
-        let mut spec = pair();
-        spec["offset"] = json!(offset);
-        user.status(spec).await
-    };
+    let at = async |offset: u64| user.status(page_of_pair(offset, Value::Null)).await;
     let last = at(1999).await;
     assert_eq!((entries(&last), &last["state"]), (vec![(1999 * 4096, 4096)], &json!(0)));
     let end = at(2000).await;
@@ -231,21 +230,15 @@ pub async fn limits_are_bounded_and_blocks_are_counted(world: World) {
 }
 
 pub async fn nothing_of_it_is_in_etcd(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let before = world.api.revision().await;
     for limit in [1, 2, 256] {
         assert_eq!(user.walk(Some("monday"), "tuesday", 0, limit).await.len(), 3);
     }
-    let marker = format!("marker-{}", world.namespace);
-    world.api.namespace(&marker).await;
-    let written = world.api.written_since(before, &marker).await;
-    // The watch has seen what it should: the marker, with its content.
-    assert!(written.iter().any(|(key, value)| key.contains(&marker) && !value.is_empty()), "{written:?}");
-    for (key, value) in &written {
-        let value = String::from_utf8_lossy(value);
+    for (key, value) in world.api.written_since(before).await {
+        let value = String::from_utf8_lossy(&value);
         for trace in ["volumesnapshotdelta", "VolumeSnapshotDelta", "changedBlocks", "blockSizeBytes"] {
             // Its APIService and the like have the name of the kind, and were there before.
             assert!(!key.contains(trace) && !value.contains(trace), "{key}: {value}");
@@ -323,8 +316,7 @@ pub async fn mistakes_get_the_errors_that_users_expect(world: World) {
 }
 
 pub async fn contents_are_negotiated(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let text = object(pair()).to_string();
@@ -412,9 +404,7 @@ pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
             12 => waits.running.kill(),
             _ => {}
         }
-        let mut spec = pair();
-        spec["limit"] = json!(8);
-        spec["offset"] = json!(offset);
+        let spec = page_of_pair(offset, 8);
         // The same page until it is answered, as a user would ask.
         let status = loop {
             let (code, answer) = user.ask(spec.clone()).await;

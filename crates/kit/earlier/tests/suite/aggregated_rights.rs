@@ -1,15 +1,15 @@
 //! Promise: who may ask for a VolumeSnapshotDelta, for data and by what secrets, and how often.
 
 use serde_json::{Value, json};
+use testkit::api_server::API_AUDIENCE;
 
 use crate::aggregated::pair;
 use crate::aggregation::{Aggregation, create, data, entries, object, snapshots};
-use crate::driver::{Driver, Volume};
+use crate::driver::Driver;
 use crate::world::{Program, World};
 
 pub async fn users_get_what_their_rights_allow(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let other = format!("{}-other", world.namespace);
     world.api.namespace(&other).await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
@@ -42,8 +42,7 @@ pub async fn users_get_what_their_rights_allow(world: World) {
 }
 
 pub async fn secrets_are_for_those_who_may_read_them(world: World) {
-    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let driver = Driver::with_two_snapshots(&world).await;
     let ns = &world.namespace;
     let metadata = json!({"name": "keys", "namespace": ns});
     let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"password": "p4ssw0rd"}});
@@ -82,8 +81,7 @@ pub async fn secrets_are_for_those_who_may_read_them(world: World) {
 }
 
 pub async fn only_the_front_proxy_may_say_who_a_user_is(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let (aggregation, server, _http) = Aggregation::start(&world).await;
     let pair_of =
         |name: &str| Some((world.api.file(&format!("{name}.crt")), world.api.file(&format!("{name}.key"))));
@@ -101,7 +99,7 @@ pub async fn only_the_front_proxy_may_say_who_a_user_is(world: World) {
     };
     let admin = "X-Remote-User: admin\r\nX-Remote-Group: system:masters\r\n";
     let nobody = "X-Remote-User: nobody\r\nX-Remote-Group: system:authenticated\r\n";
-    let token = world.api.token(&world.namespace, "aggregated", "https://kubernetes.default.svc").await;
+    let token = world.api.token(&world.namespace, "aggregated", API_AUDIENCE).await;
     let bearer = format!("Authorization: Bearer {token}\r\n");
     for (what, own, headers, expected) in [
         ("the front proxy for an administrator", pair_of("front-proxy"), admin, 201),
@@ -123,8 +121,7 @@ pub async fn only_the_front_proxy_may_say_who_a_user_is(world: World) {
 }
 
 pub async fn each_user_has_a_rate_of_its_own(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let aggregation = Aggregation::begin(&world).await;
     let _http = aggregation.sidecar("http", &[]).await;
     // A second one comes after a second; the pause makes the test no slower, for nobody waits.
@@ -151,8 +148,7 @@ pub async fn each_user_has_a_rate_of_its_own(world: World) {
 }
 
 pub async fn creates_have_a_priority_level_of_their_own(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let path = format!("{}/deploy/components/aggregated/priority.yaml", testkit::HOME);
     for document in std::fs::read_to_string(&path).expect("the manifest").split("\n---\n") {
@@ -172,8 +168,7 @@ pub async fn creates_have_a_priority_level_of_their_own(world: World) {
 }
 
 pub async fn data_tokens_are_for_those_who_may_have_data(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let _driver = Driver::with_two_snapshots(&world).await;
     let aggregation = Aggregation::begin(&world).await;
     let key = world.dir.path().join("key");
     std::fs::write(&key, [7; 32]).expect("write");

@@ -1,27 +1,25 @@
 //! Promise: cbt-http is found by the DriverDiscovery that it writes, gives pages to the aggregated API server alone, and the data
 //! of a block for a good token.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kube::api::PostParams;
 use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
-use rcgen::KeyPair;
 use serde_json::{Value, json};
 use testkit::{BLOCK, MIB, PoolKind, Rig, eventually};
 use tonic::Code;
 use tonic::transport::Channel;
 
+use crate::aggregated::pair;
 use crate::aggregation::{Aggregation, create, data, snapshots};
 use crate::driver::{Driver, Volume};
-use crate::listener::sign;
 use crate::world::{Program, World};
 
 const PATH: &str = "/v1alpha1/deltas";
 
-/// POST with a JSON body.
 async fn post(program: &Program, token: Option<&str>, body: &str) -> (u16, Value) {
     let authorization = token.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
     let length = body.len();
@@ -32,7 +30,6 @@ async fn post(program: &Program, token: Option<&str>, body: &str) -> (u16, Value
     (code, body)
 }
 
-/// GET of a block's data.
 async fn bytes(program: &Program, token: &str) -> (u16, Vec<u8>) {
     let url = format!("https://{}{PATH}/data", program.address);
     let answer = program.https(program.at()).get(url).bearer_auth(token).send().await.expect("an answer");
@@ -132,13 +129,7 @@ pub async fn pages_are_for_the_aggregated_server_alone(world: World) {
     let no_right = world.api.token(ns, "user", "cbt-http").await;
     let other_audience = world.api.token(ns, "aggregated", "cbt-earlier").await;
     let tampered = format!("{good}x");
-    let account = world.api.objects("ServiceAccount", Some(ns)).get("aggregated").await.expect("the account");
-    let uid = account.metadata.uid.expect("a uid");
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-    let signed = |key: &str, ends: u64| sign(key, (ns, "aggregated", &uid), "cbt-http", now - 7200, ends);
-    let (ours, theirs) = (world.api.signing_key(), KeyPair::generate().expect("a key").serialize_pem());
-    let (control, expired, forged) =
-        (signed(&ours, now + 3600), signed(&ours, now - 3600), signed(&theirs, now + 3600));
+    let [expired, control, forged] = world.api.signed((ns, "aggregated"), "cbt-http").await;
     let request = json!({"fromSnapshotId": "s0", "toSnapshotId": "s1", "maxEntries": 2}).to_string();
     for (what, token, expected) in [
         ("good", Some(good.as_str()), 200),
@@ -261,8 +252,7 @@ pub async fn data_is_given_for_good_tokens_alone(mut world: World) {
     let server = aggregation.server("server", &[]).await;
     aggregation.route(&[&server]).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[]), data()])).await;
-    let status =
-        user.status(json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday"})).await;
+    let status = user.status(pair()).await;
     let entries = status["changedBlocks"].as_array().expect("entries").clone();
     let indexes: Vec<_> = entries.iter().map(|entry| entry["offset"].as_u64().expect("an index")).collect();
     assert_eq!(indexes, [101, 103, 200, 201, 202], "{status}");

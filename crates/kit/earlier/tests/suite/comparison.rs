@@ -4,12 +4,12 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use kube::api::DeleteParams;
 use serde_json::json;
 use testkit::eventually;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use crate::aggregated::page_of_pair;
 use crate::aggregation::{Aggregation, create, entries, snapshots};
 use crate::driver::{Driver, Volume};
 use crate::walk::tuples;
@@ -25,19 +25,15 @@ fn three() -> Volume {
     volume
 }
 
-/// Deletes a VolumeSnapshot and its content.
 async fn delete(world: &World, name: &str) {
-    let params = DeleteParams::default();
-    let content = format!("content-{}-{name}", world.namespace);
-    world.api.objects("VolumeSnapshot", Some(&world.namespace)).delete(name, &params).await.expect("delete");
-    world.api.objects("VolumeSnapshotContent", None).delete(&content, &params).await.expect("delete");
+    let namespace = &world.namespace;
+    world.api.delete("VolumeSnapshot", Some(namespace), name).await;
+    world.api.delete("VolumeSnapshotContent", None, &format!("content-{namespace}-{name}")).await;
 }
 
 pub async fn a_cut_connection_ends_the_work_and_the_same_place_goes_on(world: World) {
-    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
-    world.snapshot("slow", "slow").await;
-    world.ask("slow", None, "slow").await;
+    let driver = Driver::asked_of_two(&world).await;
+    world.ask_of_one("slow", "slow").await;
     let (program, token, url) = world.serves("walk", &ONE).await;
     world.url("slow").await;
     let (_, _, first) = program.get(&format!("{url}?maxEntries=1"), Some(&token)).await;
@@ -59,19 +55,14 @@ pub async fn a_cut_connection_ends_the_work_and_the_same_place_goes_on(world: Wo
 }
 
 pub async fn a_create_that_is_cut_off_ends_at_every_part(world: World) {
-    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.two_snapshots().await;
+    let driver = Driver::with_two_snapshots(&world).await;
     world.snapshot("slow", "slow").await;
     let aggregation = Aggregation::begin(&world).await;
     let _http = aggregation.sidecar("http", &ONE).await;
     let server = aggregation.server("server", &ONE).await;
     aggregation.route(&[&server]).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
-    let pair = |offset: u64| {
-        json!({
-            "baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday", "limit": 1, "offset": offset,
-        })
-    };
+    let pair = |offset: u64| page_of_pair(offset, 1);
     let first = user.status(pair(0)).await;
     let next = first["continue"].as_u64().expect("where to go on");
     {
@@ -123,8 +114,7 @@ pub async fn an_index_goes_on_in_another_snapshot_of_the_same_name(world: World)
     world.two_snapshots().await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
-    let mut spec =
-        json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday", "limit": 1});
+    let mut spec = page_of_pair(0, 1);
     let first = user.status(spec.clone()).await;
     spec["offset"] = first["continue"].clone();
     let lost = driver.volume.lock().unwrap().snapshots.remove("s1").expect("a snapshot");
@@ -145,8 +135,7 @@ pub async fn an_index_goes_on_in_another_snapshot_of_the_same_name(world: World)
 pub async fn silent_clients_are_ended_and_hold_nobody_up(world: World) {
     const SILENT: usize = 50;
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.snapshot("monday", "s0").await;
-    world.ask("full", None, "monday").await;
+    world.ask_of_one("full", "s0").await;
     let (program, token, url) = world.serves("full", &[]).await;
     let (mut bare, mut half) = (Vec::new(), Vec::new());
     for _ in 0..SILENT {

@@ -1,7 +1,7 @@
 //! Promise: the status of a DifferentialSnapshot says whether it can be asked about, and follows what it depends on. The
 //! design's own cases for its controller are among these.
 
-use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::driver::{Driver, Volume};
@@ -48,8 +48,7 @@ pub async fn what_does_not_exist_fails_until_it_does(world: World) {
     world.snapshot("tuesday", "s1").await;
     world.url("no-target").await;
     // And back, when a snapshot goes.
-    let snapshots = world.api.objects("VolumeSnapshot", Some(&world.namespace));
-    snapshots.delete("tuesday", &DeleteParams::default()).await.expect("delete");
+    world.api.delete("VolumeSnapshot", Some(&world.namespace), "tuesday").await;
     let status = world.status("no-target", "failed again", is_failed("NotFound")).await;
     assert!(status.get("callbackURL").is_none(), "a URL of what is gone: {status}");
 }
@@ -104,10 +103,9 @@ pub async fn the_status_follows_another_target_and_a_deletion(world: World) {
     let token = world.user("user").await;
     world.ask("walk", Some("monday"), "tuesday").await;
     let url = world.url("walk").await;
-    let objects = world.api.objects("DifferentialSnapshot", Some(&world.namespace));
     let set_target = async |target: &str| {
-        let patch = Patch::Merge(json!({"spec": {"targetVolumeSnapshotName": target}}));
-        objects.patch("walk", &PatchParams::default(), &patch).await.expect("patch");
+        let spec = json!({"spec": {"targetVolumeSnapshotName": target}});
+        world.api.merge("DifferentialSnapshot", Some(&world.namespace), "walk", spec).await;
     };
     set_target("nowhere").await;
     world.status("walk", "failed", is_failed("NotFound")).await;
@@ -117,7 +115,7 @@ pub async fn the_status_follows_another_target_and_a_deletion(world: World) {
     let expected = driver.volume.lock().unwrap().tuples(Some("s0"), "s2", 0).expect("tuples");
     let (code, _, page) = program.get(&url, Some(&token)).await;
     assert_eq!((code, crate::walk::tuples(&page)), (200, expected));
-    objects.delete("walk", &DeleteParams::default()).await.expect("delete");
+    world.api.delete("DifferentialSnapshot", Some(&world.namespace), "walk").await;
     let (code, _, body) = program.get(&url, Some(&token)).await;
     assert_eq!((code, &body["reason"]), (404, &json!("NotFound")));
 }

@@ -10,7 +10,8 @@ use proto::*;
 use testkit::plugin::{Asked, Metadata, Served};
 use tonic::Status;
 
-/// A volume's snapshots.
+use crate::world::World;
+
 #[derive(Clone)]
 pub struct Volume {
     pub style: BlockMetadataType,
@@ -90,7 +91,6 @@ impl Volume {
         Ok(tuples)
     }
 
-    /// Whether a range of a snapshot is a hole.
     pub fn is_hole(&self, snapshot: &str, (offset, size): (u64, u64)) -> bool {
         let content = &self.snapshots[snapshot];
         (offset / self.block..(offset + size) / self.block).all(|at| content[at as usize] == 0)
@@ -108,6 +108,20 @@ pub struct Driver {
 }
 
 impl Driver {
+    /// Of the small volume, and VolumeSnapshots of its two.
+    pub async fn with_two_snapshots(world: &World) -> Self {
+        let driver = Self::start(&world.driver, &world.csi, Volume::small());
+        world.two_snapshots().await;
+        driver
+    }
+
+    /// The same, and a DifferentialSnapshot `walk` of them.
+    pub async fn asked_of_two(world: &World) -> Self {
+        let driver = Self::start(&world.driver, &world.csi, Volume::small());
+        world.ask_of_two().await;
+        driver
+    }
+
     pub fn start(name: &str, socket: &Path, volume: Volume) -> Self {
         Self::start_with(name, socket, Some(volume))
     }

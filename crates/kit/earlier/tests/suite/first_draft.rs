@@ -14,22 +14,14 @@ async fn before(world: &mut World, rig: &Rig) -> Program {
     world.start(&[]).await
 }
 
-/// All pages of three blocks: offset, size and whether it is zero.
+/// All pages of three blocks.
 async fn walk(
     program: &Program,
     base: &str,
     target: &str,
     parameters: &[(&str, &str)],
 ) -> Result<(Vec<(u64, u64, bool)>, u64), tonic::Status> {
-    let (mut all, mut start) = (Vec::new(), String::new());
-    loop {
-        let page = program.page(base, target, &start, 3, parameters).await?;
-        all.extend(page.change_block_list.iter().map(|block| (block.offset, block.size, block.zero_out)));
-        if page.next_offset.is_empty() {
-            return Ok((all, page.volume_size));
-        }
-        start = page.next_offset;
-    }
+    crate::walk::walk(program, (base, target), ("", 3), parameters).await
 }
 
 fn places(blocks: &[(u64, u64, bool)]) -> Vec<(u64, u64)> {
@@ -132,8 +124,7 @@ pub async fn the_smallest_change_is_a_device_block_and_block_sizes_vary(mut worl
 
 pub async fn drivers_need_not_serve_it(world: World) {
     let _driver = Driver::start_with(&world.driver, &world.csi, None);
-    world.snapshot("monday", "s0").await;
-    world.ask("walk", None, "monday").await;
+    world.ask_of_one("walk", "s0").await;
     let (program, token, url) = world.serves("walk", &[]).await;
     let (code, _, body) = program.get(&url, Some(&token)).await;
     assert_eq!((code, &body["reason"]), (501, &serde_json::Value::from("NotImplemented")));

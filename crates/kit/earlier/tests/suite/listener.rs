@@ -1,19 +1,14 @@
 //! Promise: the callback listener gives a page to users who may read both snapshots, and others the reason why not.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
-use base64::Engine;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use rcgen::KeyPair;
 use serde_json::{Value, json};
+use testkit::api_server::API_AUDIENCE;
 
 use crate::driver::{Driver, Volume};
 use crate::walk::tuples;
 use crate::world::{AUDIENCE, World};
 
 pub async fn a_good_token_gets_a_page_and_no_token_gets_403(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
+    let _driver = Driver::asked_of_two(&world).await;
     let (program, token, url) = world.serves("walk", &[]).await;
     let (code, head, page) = program.get(&url, Some(&token)).await;
     assert_eq!(code, 200, "{page}");
@@ -51,20 +46,12 @@ pub async fn a_good_token_gets_a_page_and_no_token_gets_403(world: World) {
 }
 
 pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
+    let _driver = Driver::asked_of_two(&world).await;
     let (program, good, url) = world.serves("walk", &[]).await;
     let ns = &world.namespace;
-    let account = world.api.objects("ServiceAccount", Some(ns)).get("user").await.expect("the account");
-    let uid = account.metadata.uid.expect("a uid");
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-    let signed = |key: &str, begins: u64, ends: u64| sign(key, (ns, "user", &uid), AUDIENCE, begins, ends);
-    let (ours, theirs) = (world.api.signing_key(), KeyPair::generate().expect("a key").serialize_pem());
-    let expired = signed(&ours, now - 7200, now - 3600);
-    let control = signed(&ours, now - 7200, now + 3600);
-    let forged = signed(&theirs, now - 60, now + 3600);
+    let [expired, control, forged] = world.api.signed((ns, "user"), AUDIENCE).await;
     let other_audience = world.api.token(ns, "user", "another-audience").await;
-    let for_the_api = world.api.token(ns, "user", "https://kubernetes.default.svc").await;
+    let for_the_api = world.api.token(ns, "user", API_AUDIENCE).await;
     let tampered = format!("{good}x");
     for (what, token, expected) in [
         ("good", &good[..], 200),
@@ -88,32 +75,8 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     assert!(log.contains("url-ready") && !log.contains(&good) && !log.contains("Bearer"), "{log}");
 }
 
-/// A token of a service account, by its namespace, name and uid, signed with `key` (ES256).
-pub fn sign(
-    key: &str,
-    (namespace, name, uid): (&str, &str, &str),
-    audience: &str,
-    begins: u64,
-    ends: u64,
-) -> String {
-    use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
-    let pair = KeyPair::from_pem(key).expect("a key");
-    let random = ring::rand::SystemRandom::new();
-    let signer = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &pair.serialize_der(), &random);
-    let claims = json!({
-        "iss": "https://kubernetes.default.svc", "aud": [audience], "exp": ends, "nbf": begins, "iat": begins,
-        "sub": format!("system:serviceaccount:{namespace}:{name}"),
-        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": name, "uid": uid}},
-    });
-    let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
-    let text = format!("{}.{}", encode(&json!({"alg": "ES256", "typ": "JWT"})), encode(&claims));
-    let signature = signer.expect("a signer").sign(&random, text.as_bytes()).expect("a signature");
-    format!("{text}.{}", URL_SAFE_NO_PAD.encode(signature.as_ref()))
-}
-
 pub async fn a_user_gets_what_its_rights_allow(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
+    let _driver = Driver::asked_of_two(&world).await;
     world.ask("full", None, "tuesday").await;
     let other = format!("{}-other", world.namespace);
     world.api.namespace(&other).await;
@@ -214,11 +177,9 @@ pub async fn bad_requests_get_an_error_that_says_what_is_wrong(world: World) {
 }
 
 pub async fn a_driver_that_is_away_or_broken_is_reported(world: World) {
-    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
+    let driver = Driver::asked_of_two(&world).await;
     for (name, handle) in [("shuffled", "out-of-order"), ("large", "too-long"), ("unknown", "forgotten")] {
-        world.snapshot(name, handle).await;
-        world.ask(name, None, name).await;
+        world.ask_of_one(name, handle).await;
     }
     let (program, token, url) = world.serves("walk", &[]).await;
     let get = async |what: &str| {
@@ -242,8 +203,7 @@ pub async fn a_driver_that_is_away_or_broken_is_reported(world: World) {
 
 pub async fn requests_at_once_are_bounded(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.snapshot("slow", "slow").await;
-    world.ask("slow", None, "slow").await;
+    world.ask_of_one("slow", "slow").await;
     let (program, token, url) = world.serves("slow", &["--max-requests=1", "--page-timeout=5s"]).await;
     let (one, other) = tokio::join!(program.get(&url, Some(&token)), program.get(&url, Some(&token)));
     let (done, refused) = if one.0 == 429 { (other, one) } else { (one, other) };
@@ -255,8 +215,7 @@ pub async fn requests_at_once_are_bounded(world: World) {
 
 /// Bad tokens took the places of users while they were looked at.
 pub async fn strangers_take_no_places(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
+    let _driver = Driver::asked_of_two(&world).await;
     let (program, token, url) = world.serves("walk", &["--max-requests=1"]).await;
     let strangers = (0..20).map(|number| {
         let (program, url) = (&program, &url);
@@ -314,8 +273,7 @@ pub async fn a_page_that_is_not_taken_keeps_its_place_for_a_time(world: World) {
 
 pub async fn one_user_does_not_take_the_places_of_others(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.snapshot("slow", "slow").await;
-    world.ask("slow", None, "slow").await;
+    world.ask_of_one("slow", "slow").await;
     let program = world.start(&["--max-requests=4", "--page-timeout=5s"]).await;
     let (one, other) = (world.user("one").await, world.user("other").await);
     let url = world.url("slow").await;

@@ -21,7 +21,6 @@ use testkit::earlier::{aggregation, world};
 
 use world::World;
 
-/// The CRDs of these designs.
 const CRDS: [&str; 2] = ["deploy/components/differential/crd.yaml", "deploy/components/aggregated/crd.yaml"];
 
 fn main() -> ExitCode {

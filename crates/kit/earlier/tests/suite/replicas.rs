@@ -12,6 +12,7 @@ use testkit::api_server::ApiServer;
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 
+use crate::aggregated::page_of_pair;
 use crate::aggregation::{Aggregation, create, entries, snapshots};
 use crate::driver::{Driver, Volume};
 use crate::walk::tuples;
@@ -56,7 +57,6 @@ pub async fn the_replica_that_is_not_elected_is_not_ready_and_takes_over(world: 
 /// Users at once, and how long each waits between two requests.
 const USERS: usize = 4;
 const PAUSE: Duration = Duration::from_millis(20);
-/// Blocks in a page of theirs.
 const PAGE: usize = 8;
 
 /// What a user asks for, in the two designs in which one replica is elected.
@@ -416,12 +416,7 @@ pub async fn walks_go_on_after_the_api_server_and_etcd_are_killed(shared: World)
     let server = aggregation.server("server", &[]).await;
     aggregation.route(&[&server]).await;
     let user = aggregation.user("user-of-deltas", json!([create(), snapshots(&[])])).await;
-    let spec = |offset: u64| {
-        json!({
-            "baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday",
-            "limit": PAGE, "offset": offset,
-        })
-    };
+    let spec = |offset: u64| page_of_pair(offset, PAGE);
     let (page, _) = page_of(&program, &path, &token, "").await;
     let (mut told, mut at) = (tuples(&page), page["NextOffset"].as_str().expect("a place").to_owned());
     let status = user.status(spec(0)).await;

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::aggregated::kubectl;
+use crate::aggregated::{kubectl, pair};
 use crate::driver::{Driver, Volume};
 use crate::world::{AUDIENCE, Program, World};
 
@@ -13,18 +13,48 @@ pub fn tuples(page: &Value) -> Vec<(u64, u64)> {
     blocks.iter().map(|block| (number(block, "Offset"), number(block, "Size"))).collect()
 }
 
-/// What all pages say: offset, size and whether it is zero. Pages but the last are full.
-async fn walk(program: &Program, base: &str, target: &str, start: &str, size: u64) -> Vec<(u64, u64, bool)> {
+/// What all pages of two handles say, from `start` on: each block with its offset, its size and whether it is zero; and the size of
+/// the volume. Pages but the last are full.
+pub async fn walk(
+    program: &Program,
+    (base, target): (&str, &str),
+    (start, size): (&str, u64),
+    parameters: &[(&str, &str)],
+) -> Result<(Vec<(u64, u64, bool)>, u64), tonic::Status> {
     let (mut all, mut at) = (Vec::new(), start.to_owned());
     loop {
-        let page = program.page(base, target, &at, size, &[]).await.expect("a page");
+        let page = program.page(base, target, &at, size, parameters).await?;
         let blocks = &page.change_block_list;
         assert!(blocks.len() as u64 == size || page.next_offset.is_empty(), "a page of {}", blocks.len());
         all.extend(blocks.iter().map(|block| (block.offset, block.size, block.zero_out)));
         if page.next_offset.is_empty() {
-            return all;
+            return Ok((all, page.volume_size));
         }
         at = page.next_offset;
+    }
+}
+
+/// The same from the listener, `size` blocks a page: the offset and the size of each block, how many pages there were, and the size
+/// of the volume.
+pub async fn listened(
+    program: &Program,
+    url: &str,
+    token: &str,
+    size: usize,
+) -> (Vec<(u64, u64)>, usize, u64) {
+    let (mut all, mut pages, mut next, mut capacity) = (Vec::new(), 0, String::new(), None);
+    loop {
+        let path = format!("{url}?maxEntries={size}&startOffset={next}");
+        let (code, _, page) = program.get(&path, Some(token)).await;
+        assert_eq!(code, 200, "{page}");
+        all.extend(tuples(&page));
+        pages += 1;
+        let size = page["VolumeSize"].as_u64().expect("a size");
+        assert_eq!(*capacity.get_or_insert(size), size, "the volume has another size");
+        next = page["NextOffset"].as_str().expect("a place").to_owned();
+        if next.is_empty() {
+            return (all, pages, size);
+        }
     }
 }
 
@@ -41,8 +71,7 @@ pub async fn a_user_walks_two_pages_with_kubectl(world: World) {
         assert!(output.status.success(), "kubectl {arguments:?}: {error}");
         String::from_utf8(output.stdout).expect("text").trim().to_owned()
     };
-    let spec = serde_json::json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday"});
-    kubectl(&["create", "-f", "-"], &world.object("walk", spec).to_string());
+    kubectl(&["create", "-f", "-"], &world.object("walk", pair()).to_string());
     kubectl(&["wait", "diffsnap/walk", "--for=jsonpath={.status.state}=url-ready", "--timeout=60s"], "");
     let url = kubectl(&["get", "diffsnap/walk", "-o", "jsonpath={.status.callbackURL}"], "");
     let table = kubectl(&["get", "diffsnap"], "");
@@ -83,7 +112,8 @@ pub async fn pages_together_are_the_stream(world: World) {
             let from = if random.bool() { 0 } else { random.u64(..=volume.capacity()) };
             let expected = volume.tuples(known, target, from).expect("tuples");
             let size = random.u64(1..=expected.len() as u64 + 2);
-            let walked = walk(&program, base, target, &from.to_string(), size).await;
+            let walked = walk(&program, (base, target), (&from.to_string(), size), &[]).await;
+            let (walked, _) = walked.expect("pages");
             let told: Vec<_> = walked.iter().map(|(offset, length, _)| (*offset, *length)).collect();
             assert_eq!(told, expected, "{what}: {base} to {target} from {from}, pages of {size}");
             for (offset, length, is_zero) in walked {
@@ -96,18 +126,8 @@ pub async fn pages_together_are_the_stream(world: World) {
         let known = Some(*base).filter(|base| !base.is_empty());
         let expected = volume.tuples(known, "s2", 0).expect("tuples");
         let size = 1 + expected.len() / random.usize(1..4);
-        let (mut told, mut next) = (Vec::new(), String::new());
-        loop {
-            let (code, _, page) =
-                program.get(&format!("{url}?maxEntries={size}&startOffset={next}"), Some(&token)).await;
-            assert_eq!((code, page["VolumeSize"].as_u64()), (200, Some(volume.capacity())), "{what}: {page}");
-            told.extend(tuples(&page));
-            next = page["NextOffset"].as_str().expect("a place").to_owned();
-            if next.is_empty() {
-                break;
-            }
-        }
-        assert_eq!(told, expected, "{what}: {url}, pages of {size}");
+        let (told, _, capacity) = listened(&program, url, &token, size).await;
+        assert_eq!((told, capacity), (expected, volume.capacity()), "{what}: {url}, pages of {size}");
     }
 }
 
@@ -120,7 +140,8 @@ pub async fn a_page_begins_where_the_one_before_ended(world: World) {
     }
     let driver = Driver::start(&world.driver, &world.csi, Volume::pair(held, changed));
     let program = world.start(&[]).await;
-    assert_eq!(walk(&program, "s0", "s1", "", 10).await.len(), 21);
+    let walked = async |size| walk(&program, ("s0", "s1"), ("", size), &[]).await.expect("pages").0.len();
+    assert_eq!(walked(10).await, 21);
     let block = |at: i64| at * 4096;
     let (deltas, allocated) = driver.asked.lock().unwrap().clone();
     // Each page begins behind the last block of the one before: nothing is read twice.
@@ -129,30 +150,18 @@ pub async fn a_page_begins_where_the_one_before_ended(world: World) {
     assert_eq!(allocated, [0, block(1000), block(19_999)]);
     // A page that spans the gap takes up the list of what is held again behind it.
     *driver.asked.lock().unwrap() = Default::default();
-    assert_eq!(walk(&program, "s0", "s1", "", 100).await.len(), 21);
+    assert_eq!(walked(100).await, 21);
     assert_eq!(*driver.asked.lock().unwrap(), (vec![0], vec![0, block(19_999)]));
 }
 
 pub async fn nothing_of_a_walk_reaches_the_api_server(world: World) {
-    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    world.ask_of_two().await;
+    let _driver = Driver::asked_of_two(&world).await;
     let (program, token, url) = world.serves("walk", &[]).await;
     let account = format!("system:serviceaccount:{}:differential", world.namespace);
     let before = (world.read("walk").await, world.api.calls_of(&account).await);
     assert!(before.1.contains_key("patch differentialsnapshots"), "{before:?}");
     let revision = world.api.revision().await;
-    let (mut pages, mut next) = (0, String::new());
-    loop {
-        let (code, _, page) =
-            program.get(&format!("{url}?maxEntries=1&startOffset={next}"), Some(&token)).await;
-        assert_eq!(code, 200, "{page}");
-        pages += 1;
-        next = page["NextOffset"].as_str().expect("a place").to_owned();
-        if next.is_empty() {
-            break;
-        }
-    }
-    assert_eq!(pages, 3);
+    assert_eq!(listened(&program, &url, &token, 1).await.1, 3, "pages");
     assert_eq!(world.read("walk").await, before.0, "the object has changed");
     let mut asked = 0;
     for (call, count) in world.api.calls_of(&account).await {
@@ -164,13 +173,9 @@ pub async fn nothing_of_a_walk_reaches_the_api_server(world: World) {
         assert!(!is_stored || more == 0, "{call}: {more} more");
     }
     assert!(asked > 0, "the audit log tells nothing");
-    // And etcd itself. The watch has seen what it should: the marker, with its content.
-    let marker = format!("marker-{}", world.namespace);
-    world.api.namespace(&marker).await;
-    let written = world.api.written_since(revision, &marker).await;
-    assert!(written.iter().any(|(key, value)| key.contains(&marker) && !value.is_empty()), "{written:?}");
-    for (key, value) in &written {
-        let value = String::from_utf8_lossy(value);
+    // And etcd itself.
+    for (key, value) in world.api.written_since(revision).await {
+        let value = String::from_utf8_lossy(&value);
         for trace in ["ChangeBlockList", "NextOffset", "ZeroOut"] {
             assert!(!value.contains(trace), "{key}: {value}");
         }

@@ -6,7 +6,6 @@
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,7 +19,7 @@ use proto::kubernetes::{
     GetMetadataDeltaResponse,
 };
 use testkit::api_server::ApiServer;
-use testkit::bench::{HEADS, Process, median, ms, row};
+use testkit::bench::{HEADS, Process, median, ms, row, ticks};
 use testkit::free_port;
 use testkit::gateway::driver::Driver;
 use testkit::gateway::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, about};
@@ -75,11 +74,6 @@ fn main() {
     });
 }
 
-fn this_bench(arguments: &[&str]) -> Process {
-    Process::start(Command::new(std::env::current_exe().expect("this program")).args(arguments))
-}
-
-/// What the rows a to d share.
 struct Bench {
     world: World,
     gateway: Gateway,
@@ -92,7 +86,7 @@ struct Bench {
 impl Bench {
     async fn new(api: &Arc<ApiServer>) -> Self {
         let world = World::new(api.clone(), "rows_a_to_d_of_the_bench").await;
-        let driver = this_bench(&[DRIVER, &world.driver, &world.socket().display().to_string()]);
+        let driver = Process::of_this(&[DRIVER, &world.driver, &world.socket().display().to_string()]);
         let ns = world.namespace.clone();
         world.default_class().await;
         for (name, handle) in [("long", "long-1"), ("short", "plain-1"), ("endless", "endless-1")] {
@@ -113,7 +107,6 @@ impl Bench {
         Bench { world, gateway, token, files, sidecar, _driver: driver }
     }
 
-    /// A client of the driver itself.
     async fn driver(&self) -> csi_client::Client {
         let connected = csi_client::Client::connect(&self.world.socket(), Duration::from_secs(10)).await;
         connected.expect("connect")
@@ -128,7 +121,7 @@ impl Bench {
     async fn long_stream(&self) {
         let port = free_port();
         let dir = self.files.chain.parent().expect("a directory").display().to_string();
-        let _bare = this_bench(&[BARE, &port.to_string(), &dir]);
+        let _bare = Process::of_this(&[BARE, &port.to_string(), &dir]);
         let mut bare = loop {
             match Client::connect(port, HOST, &self.files.ca).await {
                 Ok(client) => break client,
@@ -260,20 +253,13 @@ impl Bench {
 
     /// Waits until the gateway passes nothing on, and returns the most memory that it had meanwhile.
     async fn until_quiet(&self) -> u64 {
-        let cpu = || {
-            let stat =
-                std::fs::read_to_string(format!("/proc/{}/stat", self.gateway.running.pid())).expect("stat");
-            let fields: Vec<u64> =
-                stat.split(' ').skip(13).take(2).filter_map(|field| field.parse().ok()).collect();
-            fields.iter().sum::<u64>()
-        };
         let (mut peak, mut before) = (0, 0);
         loop {
             for _ in 0..10 {
                 peak = peak.max(self.gateway.memory());
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
-            let now = cpu();
+            let now = ticks(self.gateway.running.pid());
             // Two hundredths of a second in one: its timers alone.
             if now.saturating_sub(before) <= 2 {
                 return peak;
@@ -342,7 +328,6 @@ async fn first(client: &mut Client, token: &str, namespace: &str, snapshot: &str
     took
 }
 
-/// Where the files of bare server and sidecar are.
 fn other_dir(world: &World) -> PathBuf {
     let dir = world.dir.path().join("other");
     std::fs::create_dir_all(&dir).expect("mkdir");
@@ -386,10 +371,8 @@ async fn many_snapshots(api: &Arc<ApiServer>) {
     let config = world.gateway_kubeconfig("gateway").await;
     let secrets: Api<Secret> = Api::all(world.api.client.clone());
     secrets.list(&ListParams::default()).await.expect("warm");
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
     let begun = Instant::now();
-    let gateway = Gateway::start(&world, &config, "gateway", &arguments, Some(files));
+    let gateway = Gateway::start(&world, &config, "gateway", &["--audience", AUDIENCE], Some(files));
     gateway.ready().await;
     let ready = begun.elapsed();
     tokio::time::sleep(Duration::from_secs(2)).await;

@@ -31,7 +31,6 @@ const STALE: Duration = Duration::from_secs(90);
 /// A VolumeSnapshotClass: its parameters.
 pub type Class = HashMap<String, String>;
 
-/// All that is watched.
 #[derive(Debug)]
 pub struct Objects {
     tables: RwLock<Tables>,
@@ -65,7 +64,6 @@ impl<K, V> Default for Table<K, V> {
 }
 
 impl<K: Eq + Hash, V> Table<K, V> {
-    /// Takes an event of a watch.
     fn take<T>(&mut self, event: Event<T>, keep: impl FnOnce(T) -> (K, V)) {
         match event {
             Event::Init => self.listing = Some(HashMap::new()),
@@ -151,14 +149,12 @@ impl Objects {
         (snapshot, content)
     }
 
-    /// This driver's contents with that handle.
     pub fn with_handle(&self, handle: &str) -> Vec<Content> {
         let tables = self.tables.read();
         let names = tables.by_handle.get(handle).into_iter().flatten();
         names.filter_map(|name| tables.contents.known.get(name).cloned()).collect()
     }
 
-    /// The parameters of a class of this driver.
     pub fn class(&self, name: &str) -> Option<Class> {
         self.tables.read().classes.known.get(name).cloned()
     }
@@ -217,7 +213,6 @@ impl Tables {
     }
 }
 
-/// Starts the watches.
 struct Watches<'t> {
     objects: &'t Arc<Objects>,
     client: &'t Client,

@@ -11,35 +11,18 @@ use std::time::{Duration, Instant};
 use kube::api::{ListParams, Patch, PatchParams};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use testkit::scene;
 
 use crate::backup_tool::{arg, ended, first_gateway, image, output, restores, text, tool};
 use crate::driver::{Driver, MESSAGES, TUPLES};
-use crate::world::{World, manifests};
+use crate::world::World;
 
 /// The account of deploy/backup/cronjob.yaml with its rights and no others, in this namespace: its kubeconfig.
 async fn account_of_the_manifest(world: &World) -> PathBuf {
-    let ns = &world.namespace;
-    for mut object in manifests("deploy/backup/cronjob.yaml") {
-        let kind = object["kind"].as_str().unwrap_or_default().to_owned();
-        if kind == "CronJob" {
-            continue;
-        }
-        match kind.starts_with("Cluster") {
-            true => object["metadata"]["name"] = json!(format!("{ns}-cbt-backup")),
-            false => object["metadata"]["namespace"] = json!(ns),
-        }
-        if kind == "ClusterRoleBinding" {
-            object["roleRef"]["name"] = json!(format!("{ns}-cbt-backup"));
-        }
-        for subject in object["subjects"].as_array_mut().into_iter().flatten() {
-            subject["namespace"] = json!(ns);
-        }
-        world.api.make(object).await;
-    }
-    world.api.kubeconfig_of(ns, "cbt-backup").await
+    let World { api, driver, namespace, .. } = world;
+    scene::account_of(api, driver, namespace, "cbt-backup", "deploy/backup/cronjob.yaml").await
 }
 
-/// A claim of a volume that is there.
 async fn claim(world: &World, name: &str, mode: &str) {
     let ns = &world.namespace;
     let volume = format!("{ns}-{name}");
@@ -72,9 +55,7 @@ async fn claim(world: &World, name: &str, mode: &str) {
 struct Cluster<'w> {
     world: &'w World,
     account: PathBuf,
-    /// Snapshots get ready.
     has_controller: bool,
-    /// Pods start.
     has_kubelet: bool,
     snapshots: usize,
     /// The VolumeSnapshotContent of each VolumeSnapshot that was seen.
@@ -200,7 +181,6 @@ impl<'w> Cluster<'w> {
         self.status("Pod", name, json!({"phase": phase, "containerStatuses": [container]})).await;
     }
 
-    /// Plays until the program ends.
     async fn play(&mut self, mut child: Child) -> Output {
         let deadline = Instant::now() + Duration::from_secs(120);
         while child.try_wait().expect("wait").is_none() {

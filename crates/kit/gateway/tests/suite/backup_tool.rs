@@ -14,7 +14,6 @@ use crate::community::backup_account;
 use crate::driver::{Driver, STEADY_MESSAGES, TUPLES};
 use crate::world::{Gateway, World, eventually};
 
-/// The volume of the driver.
 const SIZE: u64 = 1 << 40;
 
 pub fn arg(path: &Path) -> &str {
@@ -101,10 +100,7 @@ async fn asked(driver: &Driver, times: usize) {
 }
 
 pub async fn a_backup_outlives_new_tokens_authorities_and_drivers(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "steady-1").await;
-    world.snapshot(&ns, "tuesday", "steady-2").await;
+    let (driver, ns, _) = world.with_snapshots(&[("monday", "steady-1"), ("tuesday", "steady-2")]).await;
     let (first, config) = first_gateway(&world).await;
     let account = backup_account(&world).await;
     let device = image(&world);
@@ -150,9 +146,7 @@ pub async fn a_backup_outlives_new_tokens_authorities_and_drivers(world: World) 
 }
 
 pub async fn a_backup_whose_token_ends_fails_and_says_so(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "steady-1").await;
+    let (driver, ns, _) = world.with_snapshot("monday", "steady-1").await;
     let (first, _) = first_gateway(&world).await;
     let account = backup_account(&world).await;
     let device = image(&world);

@@ -60,7 +60,6 @@ pub async fn empty_secret(world: &World) {
     world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})).await;
 }
 
-/// What is in it now.
 async fn secret(world: &World) -> Value {
     let secrets = world.api.objects("Secret", Some(&world.namespace));
     secrets.get("deltapath-snapshot-metadata-tls").await.expect("get").data["data"].clone()
@@ -69,7 +68,6 @@ async fn secret(world: &World) -> Value {
 /// A watch of the driver's SnapshotMetadataService: from the first event on the object names an authority that is valid, at
 /// any moment, and nobody but the test deletes it.
 struct Watched {
-    /// How often the test deletes it.
     own_deletions: Arc<AtomicUsize>,
     stop: oneshot::Sender<()>,
     task: JoinHandle<usize>,
@@ -451,9 +449,7 @@ pub async fn a_certificate_that_has_ended_is_not_ready(world: World) {
     std::fs::write(&files.chain, ended.self_signed(&key).expect("a certificate").pem()).expect("write");
     std::fs::write(&files.key, key.serialize_pem()).expect("write");
     let config = world.gateway_kubeconfig("gateway").await;
-    let (chain, private) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &private];
-    let gateway = Gateway::start(&world, &config, "gateway", &arguments, None);
+    let gateway = Gateway::start(&world, &config, "gateway", &["--audience", AUDIENCE], Some(files.clone()));
     let is_ended = |(status, body): &(u16, String)| *status == 503 && body.contains("has ended");
     gateway.until("/readyz", "ended", is_ended).await;
     let ends = gateway.metric("deltapath_gateway_certificate_not_after_seconds").await;

@@ -20,28 +20,15 @@ use crate::library;
 use crate::metrics::{samples, sum};
 use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, about, code, eventually, get};
 
-/// A program of .deps/backup.
 pub fn program(name: &str) -> PathBuf {
     let path = Path::new(testkit::HOME).join(".deps/backup").join(name);
     assert!(path.exists(), "needs {name}: run `make test-deps`");
     path
 }
 
-pub async fn a_backup_tool_of_the_community_works_on_btrfs(world: World) {
-    a_backup_tool_works(world, PoolKind::Btrfs).await;
-}
-
-pub async fn a_backup_tool_of_the_community_works_on_xfs(world: World) {
-    a_backup_tool_works(world, PoolKind::Xfs).await;
-}
-
-pub async fn a_backup_tool_of_the_community_works_on_dir(world: World) {
-    a_backup_tool_works(world, PoolKind::Dir).await;
-}
-
 /// Lists, copies and verifies with the example tool, which is the community's iterator, first through the gateway and then
 /// through the community's sidecar: both give the same.
-async fn a_backup_tool_works(world: World, pool: PoolKind) {
+pub async fn a_backup_tool_of_the_community_works(world: World, pool: PoolKind) {
     let (example, sidecar) = (program("backup-example"), program("csi-snapshot-metadata"));
     let ns = world.namespace.clone();
     const SIZE: i64 = 64 * MIB;
@@ -179,7 +166,6 @@ async fn backs_up(world: &World, caller: &Path, repository: &str, kind: &str, sn
     assert!(bytes(&to) == bytes(device), "{kind} of {snapshot}: another volume is restored");
 }
 
-/// What differs between the two snapshots.
 const CHANGED: [(u64, u64); 2] = [(5000 * 4096, 7 * 4096), (9010 * 4096, 3 * 4096)];
 
 /// The pairs of numbers that the tool lists.

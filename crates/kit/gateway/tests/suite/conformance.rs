@@ -37,7 +37,6 @@ pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
     lab
 }
 
-/// The driver alone.
 async fn mock(world: &World, socket: &Path, more: &[&str]) -> Lab {
     let listen = format!("unix://{}", socket.display());
     let named = ["mock", "--listen", &listen, "--driver-name", &world.driver];
@@ -350,7 +349,6 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
     wrong
 }
 
-/// An authority whose time is over.
 fn old_authority() -> String {
     let day = std::time::Duration::from_secs(24 * 3600);
     let mut ca = CertificateParams::new(Vec::new()).expect("params");

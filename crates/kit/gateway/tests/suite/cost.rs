@@ -4,16 +4,10 @@ use std::path::{Path, PathBuf};
 
 use tonic::Code;
 
-use crate::driver::Driver;
 use crate::world::{World, code, eventually};
 
 pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    for (name, handle) in [("first", "plain-1"), ("second", "plain-2")] {
-        world.snapshot(&ns, name, handle).await;
-    }
-    let token = world.reader("reader").await;
+    let (_driver, ns, token) = world.with_snapshots(&[("first", "plain-1"), ("second", "plain-2")]).await;
     let (_gateway, mut client) = world.served(&[]).await;
     let user = format!("system:serviceaccount:{ns}:gateway");
     let asked = async || {

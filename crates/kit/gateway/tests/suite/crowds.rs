@@ -13,7 +13,6 @@ use tonic::Code;
 use crate::hostile::hello;
 use crate::world::{World, code};
 
-/// Strangers at once.
 const STRANGERS: usize = 10_000;
 
 /// How far a stranger goes before it is silent.

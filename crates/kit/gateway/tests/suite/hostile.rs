@@ -10,10 +10,10 @@ use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::StreamExt;
 use http_body_util::Full;
 use proto::kubernetes::GetMetadataAllocatedRequest;
+use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use rustls::pki_types::pem::PemObject;
-use rustls::{ClientConfig, RootCertStore};
 use serde_json::json;
+use testkit::scene;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::codegen::http::HeaderMap;
@@ -22,16 +22,11 @@ use tonic::{Code, Status};
 use tower::{Service, ServiceExt};
 
 use crate::driver::Driver;
-use crate::world::{Gateway, HOST, World, code, eventually};
+use crate::world::{Client, Gateway, HOST, World, code, eventually};
 
 /// What a client of HTTP/2 that trusts the gateway says in a handshake.
 pub fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
-    let mut roots = RootCertStore::empty();
-    let ca = gateway.ca();
-    roots.add(rustls::pki_types::CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    let mut config = config.expect("versions").with_root_certificates(roots).with_no_client_auth();
+    let mut config = scene::trusting(gateway.ca()).with_no_client_auth();
     config.alpn_protocols = vec![b"h2".to_vec()];
     (Arc::new(config), ServerName::try_from(HOST).expect("a name"))
 }
@@ -104,10 +99,7 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
 }
 
 pub async fn connect(gateway: &Gateway) -> Channel {
-    let ca = tonic::transport::Certificate::from_pem(gateway.ca());
-    let tls = tonic::transport::ClientTlsConfig::new().ca_certificate(ca).domain_name(HOST);
-    let endpoint = Channel::from_shared(format!("https://127.0.0.1:{}", gateway.port));
-    endpoint.expect("address").tls_config(tls).expect("tls").connect().await.expect("connect")
+    Client::channel(gateway.port, HOST, gateway.ca()).await.expect("connect")
 }
 
 /// A gRPC call whose body is what the test says.
@@ -219,7 +211,6 @@ pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
 }
 
-/// A body of which nothing comes.
 fn never() -> tonic::body::Body {
     let nothing = futures_util::stream::pending::<Result<http_body::Frame<Bytes>, Status>>();
     tonic::body::Body::new(http_body_util::StreamBody::new(nothing))
@@ -291,12 +282,9 @@ async fn drip(stream: impl AsyncRead + AsyncWrite, bytes: &[u8]) {
     }
 }
 
-/// Between two bytes of a slow client.
 const BETWEEN: Duration = Duration::from_millis(500);
-/// Slow clients of each kind.
 const CROWD: usize = 100;
 
-/// What slow clients are slow with.
 #[derive(Clone, Copy, Debug)]
 enum Slow {
     Handshake,

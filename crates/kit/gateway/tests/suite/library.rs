@@ -66,7 +66,6 @@ pub async fn answers(
     all.remove(0)
 }
 
-/// The answers about two snapshots.
 #[derive(Debug, PartialEq)]
 pub struct Answers {
     pub capacity: u64,
@@ -74,7 +73,6 @@ pub struct Answers {
     pub delta: Vec<(u64, u64)>,
 }
 
-/// All ranges that are left.
 async fn rest(blocks: Blocks) -> Vec<(u64, u64)> {
     let ranges = blocks.collect_all().await.expect("a whole answer");
     ranges.iter().map(|range| (range.offset, range.length)).collect()
@@ -86,10 +84,7 @@ fn listed(messages: i64) -> Vec<(u64, u64)> {
 }
 
 pub async fn a_client_finds_all_it_needs(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "plain-1").await;
-    world.snapshot(ns, "tuesday", "plain-2").await;
+    let (driver, ns, _) = &world.with_snapshots(&[("monday", "plain-1"), ("tuesday", "plain-2")]).await;
     let gateway = world.published_gateway().await;
     let client = Client::kubernetes(application(&world).await, ns, Options::default());
     let base = client.snapshot_handle("monday").await.expect("a handle");
@@ -109,10 +104,7 @@ pub async fn a_client_finds_all_it_needs(world: World) {
 }
 
 pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "plain-1").await;
-    world.snapshot(ns, "unknown", "unknown-1").await;
+    let (_driver, ns, _) = &world.with_snapshots(&[("monday", "plain-1"), ("unknown", "unknown-1")]).await;
     let new = json!({"snapshot": {"status": null}, "content": {"status": null}});
     world.snapshot_but(ns, "new", "plain-3", new).await;
     let gateway = world.gateway(&[]).await;
@@ -179,9 +171,8 @@ pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
 }
 
 pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "steady-1").await;
+    let (driver, ns, _) = world.with_snapshot("monday", "steady-1").await;
+    let ns = &ns;
     let config = world.gateway_kubeconfig("gateway").await;
     let first = world.gateway_by(&config, "first", &[]);
     first.ready().await;
@@ -247,9 +238,8 @@ fn tampering(
 }
 
 pub async fn tokens_are_renewed_before_they_end_and_when_they_are_refused(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "plain-1").await;
+    let (_driver, ns, _) = world.with_snapshot("monday", "plain-1").await;
+    let ns = &ns;
     let _gateway = world.published_gateway().await;
     let api = application(&world).await;
     let spoil = |object: &mut Value| object["status"]["token"] = json!("spoiled");
@@ -292,9 +282,8 @@ pub async fn tokens_are_renewed_before_they_end_and_when_they_are_refused(world:
 }
 
 pub async fn a_token_in_a_file_is_followed(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "steady-1").await;
+    let (driver, ns, _) = world.with_snapshot("monday", "steady-1").await;
+    let ns = &ns;
     let gateway = world.published_gateway().await;
     let (first, second) = (world.reader("first").await, world.reader("second").await);
     let path = world.dir.path().join("token");
@@ -327,9 +316,8 @@ pub async fn a_token_in_a_file_is_followed(world: World) {
 }
 
 pub async fn an_api_server_that_is_away_does_not_end_a_stream(world: World) {
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = &world.namespace;
-    world.snapshot(ns, "monday", "steady-1").await;
+    let (driver, ns, _) = world.with_snapshot("monday", "steady-1").await;
+    let ns = &ns;
     let _gateway = world.published_gateway().await;
     // It is away for this client alone: the other tests need it.
     let is_away = Arc::<AtomicBool>::default();

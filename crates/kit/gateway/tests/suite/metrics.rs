@@ -12,7 +12,6 @@ use crate::world::{AUDIENCE, Answer, Client, World, about, code};
 const ALLOCATED: &str = "GetMetadataAllocated";
 const DELTA: &str = "GetMetadataDelta";
 
-/// A line of the Prometheus text format.
 pub struct Sample {
     pub name: String,
     pub labels: BTreeMap<String, String>,
@@ -58,7 +57,6 @@ fn documented() -> BTreeMap<String, BTreeSet<String>> {
     metrics
 }
 
-/// Every value that a label can have.
 fn values(label: &str) -> Vec<String> {
     let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
     match label {

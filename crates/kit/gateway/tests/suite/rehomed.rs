@@ -12,19 +12,7 @@ use crate::world::{World, code};
 
 const SIZE: i64 = 16 * MIB + 3 * BLOCK as i64;
 
-pub async fn a_tool_that_takes_snapshots_over_stays_incremental_on_btrfs(world: World) {
-    stays_incremental(world, PoolKind::Btrfs).await;
-}
-
-pub async fn a_tool_that_takes_snapshots_over_stays_incremental_on_xfs(world: World) {
-    stays_incremental(world, PoolKind::Xfs).await;
-}
-
-pub async fn a_tool_that_takes_snapshots_over_stays_incremental_on_dir(world: World) {
-    stays_incremental(world, PoolKind::Dir).await;
-}
-
-async fn stays_incremental(world: World, pool: PoolKind) {
+pub async fn a_tool_that_takes_snapshots_over_stays_incremental(world: World, pool: PoolKind) {
     let mut rig = Rig::start_with(pool, &[&format!("--driver-name={}", world.driver)], "info").await;
     let (own, applications) = (world.namespace.clone(), world.other_namespace().await);
     let gateway = world.gateway(&[&format!("--csi-address={}", rig.socket().display())]).await;

@@ -1,12 +1,10 @@
 //! Promise: a caller gets what it may read, and an answer that says why not; never anything of another tenant.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use base64::Engine;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use rcgen::KeyPair;
 use serde_json::{Value, json};
+use testkit::api_server::API_AUDIENCE;
 use tonic::Code;
 
 use crate::driver::{Driver, MESSAGES, TUPLES};
@@ -149,9 +147,7 @@ pub async fn the_audience_is_the_one_of_the_snapshot_metadata_service(world: Wor
     let after = world.api.token(&ns, "reader", "another-audience").await;
     let files = Files::make(world.dir.path());
     let config = world.gateway_kubeconfig("gateway").await;
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let gateway =
-        Gateway::start(&world, &config, "gateway", &["--tls-cert", &chain, "--tls-key", &key], Some(files));
+    let gateway = Gateway::start(&world, &config, "gateway", &[], Some(files));
     gateway.ready().await;
     let mut client = gateway.client().await;
     let (code, message) = client.allocated(&before, &ns, "monday").await.expect_err("there is none yet");
@@ -238,14 +234,9 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
 pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     let (driver, ns, good) = world.with_snapshot("monday", "plain-1").await;
     let (_gateway, mut client) = world.served(&[]).await;
-    // One that ended an hour ago, signed by the cluster's own key; and the same with an hour to go, as the control.
-    let key = world.api.signing_key();
-    let expired = sign(&world, &key, "reader", -7200, -3600).await;
-    let control = sign(&world, &key, "reader", -7200, 3600).await;
-    let other_key = KeyPair::generate().expect("a key").serialize_pem();
-    let foreign = sign(&world, &other_key, "reader", -60, 3600).await;
+    let [expired, control, foreign] = world.api.signed((&ns, "reader"), AUDIENCE).await;
     let other_audience = world.api.token(&ns, "reader", "another-audience").await;
-    let for_the_api = world.api.token(&ns, "reader", "https://kubernetes.default.svc").await;
+    let for_the_api = world.api.token(&ns, "reader", API_AUDIENCE).await;
     let tampered = format!("{}x", good);
     let refused = (Code::Unauthenticated, BAD_TOKEN);
     for (what, token, expected) in [
@@ -279,42 +270,21 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     }
     // A token whose account is gone is not believed for longer than the cache says.
     world.api.delete("ServiceAccount", Some(&ns), "reader").await;
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while code(&client.allocated(&good, &ns, "monday").await) == OK {
-        assert!(Instant::now() < deadline, "a deleted account's token is still believed");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    let deleted = Instant::now();
+    eventually("a deleted account's token is not believed", async || {
+        code(&client.clone().allocated(&good, &ns, "monday").await) != OK
+    })
+    .await;
+    assert!(deleted.elapsed() < Duration::from_secs(30), "after {:?}", deleted.elapsed());
     assert!(driver.seen.allocated.lock().len() >= 2);
 }
 
 /// A token of an account by the cluster's own key that ended an hour ago, in a file.
 pub async fn expired_token(world: &World, account: &str) -> PathBuf {
     let file = world.dir.path().join("expired");
-    let token = sign(world, &world.api.signing_key(), account, -7200, -3600).await;
-    std::fs::write(&file, token).expect("write");
+    let [expired, ..] = world.api.signed((&world.namespace, account), AUDIENCE).await;
+    std::fs::write(&file, expired).expect("write");
     file
-}
-
-/// A token of a service account, signed with `key` (ES256). It begins and ends so many seconds from now.
-async fn sign(world: &World, key: &str, account: &str, begins: i64, ends: i64) -> String {
-    use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
-    let namespace = &world.namespace;
-    let object = world.api.objects("ServiceAccount", Some(namespace)).get(account).await;
-    let uid = object.expect("the account").metadata.uid.expect("a uid");
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970").as_secs() as i64;
-    let (begins, ends) = (now + begins, now + ends);
-    let pair = KeyPair::from_pem(key).expect("a key");
-    let random = ring::rand::SystemRandom::new();
-    let signer = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &pair.serialize_der(), &random);
-    let claims = json!({
-        "iss": "https://kubernetes.default.svc", "aud": [AUDIENCE], "exp": ends, "nbf": begins, "iat": begins,
-        "sub": format!("system:serviceaccount:{namespace}:{account}"),
-        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": account, "uid": uid}},
-    });
-    let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
-    let text = format!("{}.{}", encode(&json!({"alg": "ES256", "typ": "JWT"})), encode(&claims));
-    let signature = signer.expect("a signer").sign(&random, text.as_bytes()).expect("a signature");
-    format!("{text}.{}", URL_SAFE_NO_PAD.encode(signature.as_ref()))
 }
 
 pub async fn secrets_of_the_class_reach_the_driver(world: World) {
@@ -417,9 +387,10 @@ pub async fn rights_that_are_taken_away_end_within_the_time_of_the_cache(world: 
         "subjects": [{"kind": "ServiceAccount", "name": "reader", "namespace": ns}],
     });
     world.api.make(binding).await;
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while code(&client.allocated(&token, &ns, "monday").await) != OK {
-        assert!(Instant::now() < deadline, "rights that are given back are not seen");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let given = Instant::now();
+    eventually("rights that are given back are seen", async || {
+        code(&client.clone().allocated(&token, &ns, "monday").await) == OK
+    })
+    .await;
+    assert!(given.elapsed() < Duration::from_secs(30), "after {:?}", given.elapsed());
 }

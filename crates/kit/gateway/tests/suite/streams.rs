@@ -26,7 +26,6 @@ async fn open(
     answer.map(tonic::Response::into_inner).map_err(said)
 }
 
-/// A stream that has sent its first message.
 async fn begun(
     client: &mut Client,
     token: &str,
@@ -38,7 +37,6 @@ async fn begun(
     stream
 }
 
-/// Why one is not opened.
 async fn refused(client: &mut Client, token: &str, namespace: &str) -> (Code, String) {
     open(client, token, namespace, "snapshot").await.map(drop).expect_err("too many")
 }
@@ -80,8 +78,8 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
 }
 
 pub async fn the_drivers_own_codes_and_messages_pass(world: World) {
-    let (_driver, ns, token) = world.with_snapshot("snapshot", "midway-1").await;
-    world.snapshot(&ns, "unknown", "unknown-1").await;
+    let snapshots = [("snapshot", "midway-1"), ("unknown", "unknown-1")];
+    let (_driver, ns, token) = world.with_snapshots(&snapshots).await;
     let (gateway, mut client) = world.served(&[]).await;
     let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
     for _ in 0..MESSAGES {
@@ -97,9 +95,8 @@ pub async fn the_drivers_own_codes_and_messages_pass(world: World) {
 }
 
 pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: World) {
-    let (driver, ns, token) = world.with_snapshot("snapshot", "endless-1").await;
-    world.snapshot(&ns, "quick", "plain-1").await;
-    world.snapshot(&ns, "slow", "slow-1").await;
+    let snapshots = [("snapshot", "endless-1"), ("quick", "plain-1"), ("slow", "slow-1")];
+    let (driver, ns, token) = world.with_snapshots(&snapshots).await;
     let gateway = world.gateway(&["--idle-timeout=3s"]).await;
     const STALLED: usize = 50;
     let mut stalled = Vec::new();

@@ -74,10 +74,9 @@ pub async fn a_gateway_whose_watches_are_not_answered_is_not_ready(world: World)
     let config = world.gateway_kubeconfig("gateway").await;
     let (through, bridge) = Bridge::before(&world, &world.gateway_kubeconfig("cut-off").await).await;
     let files = Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
-    let cut_off = Gateway::start(&world, &through, "cut-off", &arguments, None);
-    let gateway = Gateway::start(&world, &config, "gateway", &arguments, Some(files));
+    let [cut_off, gateway] = [(&through, "cut-off"), (&config, "gateway")].map(|(config, name)| {
+        Gateway::start(&world, config, name, &["--audience", AUDIENCE], Some(files.clone()))
+    });
     for gateway in [&gateway, &cut_off] {
         gateway.ready().await;
     }
@@ -115,15 +114,7 @@ pub async fn a_gateway_whose_watches_are_not_answered_is_not_ready(world: World)
 }
 
 async fn until(gateway: &Gateway, status: u16, words: &str) {
-    let deadline = Instant::now() + Duration::from_secs(180);
-    loop {
-        let (is, text) = gateway.get("/readyz").await.expect("an answer");
-        if is == status && text.contains(words) {
-            return;
-        }
-        assert!(Instant::now() < deadline, "{is} {text}:\n{}", gateway.running.log());
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    gateway.until("/readyz", words, |(is, text)| *is == status && text.contains(words)).await;
 }
 
 /// How many seconds ago the watches of these objects were answered.

@@ -9,7 +9,6 @@ mod nodes;
 mod transfer;
 
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,12 +17,9 @@ use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::{
     ControllerGetVolumeRequest, GetCapacityRequest, GetMetadataAllocatedRequest, ListVolumesRequest,
 };
-use rustls::pki_types::ServerName;
 use serve::identity::Role;
-use testkit::PoolKind;
 use testkit::bench::{HEADS, Process, median, ms, row};
-use tokio::net::{TcpStream, UnixStream};
-use tokio_rustls::TlsConnector;
+use testkit::{PoolKind, played};
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use nodes::{MESSAGES, TUPLES, key_of};
@@ -109,8 +105,8 @@ impl Simulated {
         for number in 0..count {
             authority.issue(dir.path(), &key_of(number), &uri(&format!("node/{}", key_of(number))));
         }
-        let this = std::env::current_exe().expect("this program");
-        let nodes = Process::start(Command::new(this).arg(NODES).arg(dir.path()).arg(count.to_string()));
+        let at = dir.path().display().to_string();
+        let nodes = Process::of_this(&[NODES, &at, &count.to_string()]);
         let ports = dir.path().join("ports");
         eventually("the nodes serve", async || ports.exists()).await;
         let ports = std::fs::read_to_string(ports).expect("the ports");
@@ -143,23 +139,14 @@ async fn read_long(client: &mut SnapshotMetadataClient<Channel>) -> Duration {
 
 async fn stream() {
     let simulated = Simulated::start(1).await;
-    let tls = nodes::tls(simulated.authority_dir.path(), "router", Role::Router);
-    let (config, address) = (tls.client().expect("loaded"), Arc::new(simulated.endpoints[0].clone()));
+    let tls = played::tls(simulated.authority_dir.path(), "router", Role::Router);
+    let address = Arc::new(simulated.endpoints[0].clone());
     let connect = tower::service_fn(move |_: Uri| {
-        let (config, address) = (config.clone(), address.clone());
-        async move {
-            let stream = TcpStream::connect(address.as_str()).await?;
-            stream.set_nodelay(true)?;
-            let name = ServerName::try_from("node").map_err(std::io::Error::other)?;
-            TlsConnector::from(config).connect(name, stream).await.map(TokioIo::new)
-        }
+        let (tls, address) = (tls.clone(), address.clone());
+        async move { tls.connect(&address).await.map(|(stream, _)| TokioIo::new(stream)) }
     });
     let bare = endpoint().connect_with_connector(connect).await.expect("connect");
-    let socket = simulated.router.socket.clone();
-    let connect = tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-    });
+    let connect = csi_client::connector(simulated.router.socket.clone());
     let through = endpoint().connect_with_connector(connect).await.expect("connect");
     let [mut bare, mut through] = [bare, through]
         .map(|channel| SnapshotMetadataClient::new(channel).max_decoding_message_size(16 << 20));
@@ -212,10 +199,7 @@ async fn many() {
     // Every volume in one page too: the most that it holds at once.
     let all = client.list_volumes(ListVolumesRequest::default()).await.expect("a page").into_inner();
     assert!(!all.entries.is_empty());
-    let status =
-        std::fs::read_to_string(format!("/proc/{}/status", simulated.router.running.pid())).expect("status");
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM");
-    let peak: u64 = peak.trim().trim_end_matches(" kB").parse().expect("a number");
+    let peak = testkit::process_status(simulated.router.running.pid(), "VmHWM:");
     simulated.router.finish();
     let limit = Duration::from_millis(50);
     let slowest = pages.iter().max().copied().unwrap_or_default();

@@ -1,26 +1,19 @@
 //! Drivers of many nodes in one process: each with an address, a key and a certificate of its own, and volumes that are no
 //! more than their names.
 
-use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use futures_util::stream;
-use http_body_util::{BodyExt, StreamBody};
 use prost::Message;
 use proto::BlockMetadataType;
 use proto::list_volumes_response::Entry;
 use proto::node::{DescribeResponse, FindResponse};
 use serve::identity::Role;
-use serve::listen::{self, Limits};
-use serve::mutual::{Files, Mutual};
-use serve::relay::{frame_bytes, unframe_bytes};
+use serve::relay::frame;
+use testkit::played;
 use tokio::net::TcpListener;
 use tonic::Status;
-use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Response};
-use tonic::transport::Server;
 
 /// Messages of the long stream, and tuples in each.
 pub const MESSAGES: usize = 4096;
@@ -30,15 +23,6 @@ pub const FREE: i64 = 1 << 40;
 
 pub fn key_of(number: usize) -> String {
     format!("{number:08x}")
-}
-
-/// TLS with the files of this name.
-pub fn tls(dir: &Path, name: &str, role: Role) -> Arc<Mutual> {
-    let file = |end: &str| dir.join(format!("{name}.{end}"));
-    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
-    let tls = Mutual::new(files, role);
-    tls.load().expect("certificates");
-    tls
 }
 
 struct Node {
@@ -57,11 +41,11 @@ pub async fn serve(dir: &Path, count: usize, volumes: usize) {
         volume_capacity_bytes: 1 << 40,
         block_metadata,
     };
-    let message = frame_bytes(&message.encode_to_vec());
+    let message = frame(&message);
     let mut ports = Vec::new();
     for number in 0..count {
         let key = key_of(number);
-        let tls = tls(dir, &key, Role::Node(key.clone()));
+        let tls = played::tls(dir, &key, Role::Node(key.clone()));
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("listen");
         ports.push(listener.local_addr().expect("an address").port().to_string());
         let topology = proto::Topology { segments: segments(&key) };
@@ -76,13 +60,7 @@ pub async fn serve(dir: &Path, count: usize, volumes: usize) {
         };
         let volumes = (0..volumes).map(entry).collect();
         let node = Arc::new(Node { key, volumes, message: message.clone() });
-        let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
-            let node = node.clone();
-            async move { node.answer(request).await.map(axum::body::Body::new) }
-        });
-        let connections = listen::tls(listener, move || tls.server(), Limits::of_certificates());
-        let server = Server::builder().add_routes(tonic::service::Routes::from(served));
-        tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
+        played::serve(listener, tls, move |path, message| node.answer(path, message));
     }
     std::fs::write(dir.join("ports.new"), ports.join("\n")).expect("write");
     std::fs::rename(dir.join("ports.new"), dir.join("ports")).expect("rename");
@@ -94,14 +72,8 @@ fn segments(key: &str) -> std::collections::HashMap<String, String> {
 }
 
 impl Node {
-    async fn answer(&self, request: axum::extract::Request) -> Response<Body> {
-        let path = request.uri().path().to_owned();
-        // A router gives up the nodes that it has asked ahead when a page is full.
-        let Ok(body) = request.into_body().collect().await else {
-            return Status::cancelled("the request is given up").into_http();
-        };
-        let request = unframe_bytes(body.to_bytes()).expect("a message");
-        let messages = match path.as_str() {
+    fn answer(&self, path: &str, request: Bytes) -> Result<Vec<Bytes>, Status> {
+        Ok(match path {
             "/deltapath.node.v1.Node/Describe" => vec![frame(&DescribeResponse {
                 key: self.key.clone(),
                 node_id: format!("node-{}", self.key),
@@ -134,18 +106,7 @@ impl Node {
                 minimum_volume_size: Some(1 << 20),
             })],
             "/csi.v1.SnapshotMetadata/GetMetadataAllocated" => vec![self.message.clone(); MESSAGES],
-            other => return Status::unimplemented(other).into_http(),
-        };
-        let mut trailers = HeaderMap::new();
-        trailers.insert("grpc-status", HeaderValue::from_static("0"));
-        let data = messages.into_iter().map(http_body::Frame::data);
-        let frames = data.chain([http_body::Frame::trailers(trailers)]).map(Ok::<_, Infallible>);
-        let mut response = Response::new(Body::new(StreamBody::new(stream::iter(frames))));
-        response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
-        response
+            other => return Err(Status::unimplemented(other)),
+        })
     }
-}
-
-fn frame(message: &impl Message) -> Bytes {
-    frame_bytes(&message.encode_to_vec())
 }

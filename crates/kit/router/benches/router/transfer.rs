@@ -14,12 +14,11 @@ use serve::identity::Role;
 use testkit::PoolKind;
 use testkit::bench::{median, row, write_direct};
 use testkit::cluster::{Cluster, patiently, within};
+use testkit::played::tls;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
-
-use crate::nodes::tls;
 
 /// Bytes of data in the volume, and its size.
 const DATA: u64 = 1 << 30;

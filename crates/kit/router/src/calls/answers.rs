@@ -30,7 +30,6 @@ struct Holder {
     object: Option<Object>,
 }
 
-/// The message in an answer.
 pub(super) fn answered<M: Message + Default>(
     method: Method,
     node: &Node,
@@ -40,31 +39,30 @@ pub(super) fn answered<M: Message + Default>(
     M::decode(answer.clone()).map_err(refused)
 }
 
+/// Fails with what the node did wrong, unless its answer is right.
+fn check_that(node: &Node, is_right: bool, wrong: impl FnOnce() -> String) -> Result<(), Status> {
+    if is_right { Ok(()) } else { Err(node.refused(&wrong())) }
+}
+
 /// Fails if an id is not one of this node's.
 pub(super) fn is_of(node: &Node, id: &str) -> Result<(), Status> {
-    match DataDirKey::of(id) == Some(node.key) {
-        true => Ok(()),
-        false => Err(node.refused(&format!("answered with the id {id:?}, which is not one of its own"))),
-    }
+    let is_own = DataDirKey::of(id) == Some(node.key);
+    check_that(node, is_own, || format!("answered with the id {id:?}, which is not one of its own"))
 }
 
 /// Fails if the answer is about another object than the one that was asked for.
 fn is_asked_for(node: &Node, id: &str, asked: &str) -> Result<(), Status> {
-    match id == asked {
-        true => Ok(()),
-        false => Err(node.refused(&format!("was asked for {asked:?}, and answered with {id:?}"))),
-    }
+    check_that(node, id == asked, || format!("was asked for {asked:?}, and answered with {id:?}"))
 }
 
 /// Fails if a volume cannot have this capacity after a request for that one.
 fn is_capacity(node: &Node, bytes: i64, asked: Option<proto::CapacityRange>) -> Result<(), Status> {
     let proto::CapacityRange { required_bytes: least, limit_bytes: most } = asked.unwrap_or_default();
-    match bytes >= least.max(1) && (most <= 0 || bytes <= most) {
-        true => Ok(()),
-        false => Err(node.refused(&format!(
+    check_that(node, bytes >= least.max(1) && (most <= 0 || bytes <= most), || {
+        format!(
             "answered with a volume of {bytes} bytes, where at least {least} and at most {most} (0: any) were asked for"
-        ))),
-    }
+        )
+    })
 }
 
 /// Fails if a snapshot, or its volume, is not this node's.
@@ -78,18 +76,15 @@ fn snapshot_is_of(node: &Node, snapshot: &proto::Snapshot) -> Result<(), Status>
 pub(super) fn check_page(method: Method, node: &Node, asked: &Asked, page: &Page) -> Result<(), Status> {
     let (next, token) = (page.next_token.as_str(), asked.starting_token.as_str());
     // Lists are in the order of ids, and a token is one: so every list has an end.
-    if !next.is_empty()
-        && (page.entries.is_empty() || DataDirKey::of(next) != Some(node.key) || next <= token)
-    {
-        return Err(node.refused(&format!(
-            "answered a list from {token:?} with the next token {next:?}, which does not lead on"
-        )));
-    }
+    let leads_on = !page.entries.is_empty() && DataDirKey::of(next) == Some(node.key) && next > token;
+    check_that(node, next.is_empty() || leads_on, || {
+        format!("answered a list from {token:?} with the next token {next:?}, which does not lead on")
+    })?;
     let most = usize::try_from(asked.max_entries).ok().filter(|most| *most > 0).unwrap_or(MAX_PAGE);
-    if page.entries.len() > most {
-        let entries = page.entries.len();
-        return Err(node.refused(&format!("answered with {entries} entries, where at most {most} fit")));
-    }
+    let entries = page.entries.len();
+    check_that(node, entries <= most, || {
+        format!("answered with {entries} entries, where at most {most} fit")
+    })?;
     for entry in &page.entries {
         match method.name() {
             "ControllerListVolumeHealth" => is_of(node, &answered::<Ids>(method, node, entry)?.first)?,
@@ -122,13 +117,9 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
                 placement::is_allowed(&segments, requirement.as_ref())
             };
             let is_bound = requirement.as_ref().is_some_and(|requirement| !requirement.requisite.is_empty());
-            match !is_bound || volume.accessible_topology.iter().any(is_there) {
-                true => Ok(()),
-                false => Err(node.refused(&format!(
-                    "made volume {} where the requisite topologies do not allow it",
-                    volume.volume_id
-                ))),
-            }
+            check_that(node, !is_bound || volume.accessible_topology.iter().any(is_there), || {
+                format!("made volume {} where the requisite topologies do not allow it", volume.volume_id)
+            })
         }
         "ControllerExpandVolume" => {
             let asked: proto::ControllerExpandVolumeRequest = decode(request)?;
@@ -159,13 +150,14 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
             let asked: proto::CreateVolumeGroupSnapshotRequest = decode(request)?;
             let asked: BTreeSet<&String> = asked.source_volume_ids.iter().collect();
             let sources = || group.snapshots.iter().map(|snapshot| &snapshot.source_volume_id);
-            match group.snapshots.len() == asked.len() && sources().collect::<BTreeSet<_>>() == asked {
-                true => Ok(()),
-                false => Err(node.refused(&format!(
-                    "was asked for a group of snapshots of {asked:?}, and answered with those of {:?}",
-                    sources().collect::<Vec<_>>()
-                ))),
-            }
+            let is_right =
+                group.snapshots.len() == asked.len() && sources().collect::<BTreeSet<_>>() == asked;
+            check_that(node, is_right, || {
+                let sources: Vec<_> = sources().collect();
+                format!(
+                    "was asked for a group of snapshots of {asked:?}, and answered with those of {sources:?}"
+                )
+            })
         }
         "GetVolumeGroupSnapshot" => {
             let found = answered::<proto::GetVolumeGroupSnapshotResponse>(method, node, answer)?;
@@ -176,10 +168,8 @@ pub(super) fn check(method: Method, node: &Node, request: &Bytes, answer: &Bytes
         "GetCapacity" => {
             let room = answered::<proto::GetCapacityResponse>(method, node, answer)?;
             let sizes = [Some(room.available_capacity), room.maximum_volume_size, room.minimum_volume_size];
-            match sizes.into_iter().flatten().find(|bytes| *bytes < 0) {
-                None => Ok(()),
-                Some(bytes) => Err(node.refused(&format!("has a capacity of {bytes} bytes"))),
-            }
+            let least = sizes.into_iter().flatten().min().unwrap_or_default();
+            check_that(node, least >= 0, || format!("has a capacity of {least} bytes"))
         }
         "ListSnapshots" => {
             check_page(method, node, &decode(request)?, &answered(method, node, answer)?)?;

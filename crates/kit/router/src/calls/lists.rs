@@ -8,7 +8,7 @@ use metrics::counter;
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::{AT_ONCE, Router, Work, answers, decode};
+use super::{AT_ONCE, Router, Work, answers, decode, no_node};
 use crate::node::Node;
 use crate::nodes::Missing;
 use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
@@ -34,7 +34,7 @@ impl Router {
             .filter_map(|node| start.at(node.key).map(str::to_owned).map(|token| (node, token)))
             .collect();
         if nodes.is_empty() && self.nodes.up().is_empty() {
-            return Err(Status::unavailable("no node answers: see the router's log"));
+            return Err(no_node());
         }
         let last_key = nodes.last().map(|(node, _)| node.key);
         let (path, deadline, message) = (method.path, work.deadline, method.without_secrets(&work.message)?);

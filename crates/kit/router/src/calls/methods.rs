@@ -7,7 +7,6 @@ use tonic::Status;
 
 use super::not_a_message;
 
-/// A call of CSI that is routed.
 #[derive(Clone, Copy, Debug)]
 pub struct Method {
     pub(super) path: &'static str,
@@ -16,7 +15,6 @@ pub struct Method {
     secrets: u32,
 }
 
-/// Where a call goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
     /// To no node: the router knows.
@@ -41,7 +39,6 @@ pub(super) enum Route {
     Delta,
 }
 
-/// All of them.
 const METHODS: [Method; 26] = {
     const fn method(path: &'static str, route: Route, secrets: u32) -> Method {
         Method { path, route, secrets }
@@ -77,17 +74,14 @@ const METHODS: [Method; 26] = {
 };
 
 impl Method {
-    /// The call with this path.
     pub fn at(path: &str) -> Option<Self> {
         METHODS.into_iter().find(|method| method.path == path)
     }
 
-    /// Its name in the contract.
     pub fn name(self) -> &'static str {
         self.path.rsplit('/').next().unwrap_or_default()
     }
 
-    /// Whether its answer is a stream.
     pub fn is_stream(self) -> bool {
         matches!(self.route, Route::Allocated | Route::Delta)
     }
@@ -170,24 +164,15 @@ mod tests {
     /// Every call of CSI that is about the cluster has a way, and what is secret in it is known.
     #[test]
     fn all_calls_are_routed() {
-        let contract = include_str!("../../../../../proto/csi.proto");
-        let mut service = "";
+        let contract = testkit::pages::read("proto/csi.proto");
         let mut found = 0;
-        for line in contract.lines() {
-            let line = line.trim();
-            if let Some(name) = line.strip_prefix("service ") {
-                service = name.trim_end_matches('{').trim();
-            }
-            let Some(method) = line.strip_prefix("rpc ").and_then(|rest| rest.split(['(', ' ']).next())
-            else {
-                continue;
-            };
+        for (service, method) in testkit::pages::calls_of_csi() {
             let routed = Method::at(&format!("/csi.v1.{service}/{method}"));
             assert_eq!(routed.is_some(), service != "Node", "{service}/{method}");
             if let Some(routed) = routed {
                 assert_eq!(routed.name(), method);
                 assert_eq!(routed.is_stream(), service == "SnapshotMetadata");
-                assert_eq!(routed.secrets, secrets_of(contract, &format!("{method}Request")), "{method}");
+                assert_eq!(routed.secrets, secrets_of(&contract, &format!("{method}Request")), "{method}");
                 found += 1;
             }
         }

@@ -55,18 +55,14 @@ enum Target {
     Forgotten,
 }
 
-/// Routes calls to nodes.
 pub struct Router {
     pub nodes: Arc<Nodes>,
-    /// Answers under way.
     pub streams: Arc<Streams<Record>>,
-    /// Names of objects that are being made.
     names: Mutex<BTreeSet<(i32, String)>>,
     /// The node that was last asked to make a volume of this name and has not answered: it may be there.
     unanswered: Mutex<HashMap<String, (DataDirKey, Instant)>>,
     /// Volumes that were made while nodes were away, which may have one of the same name: their ids by name.
     doubtful: Mutex<HashMap<String, String>>,
-    /// Volumes that are being made.
     making: Making,
 }
 
@@ -78,12 +74,15 @@ fn not_a_message() -> Status {
     Status::invalid_argument("the request is not a message of this call")
 }
 
+fn no_node() -> Status {
+    Status::unavailable("no node answers: see the router's log")
+}
+
 fn forgotten(id: &str) -> Status {
     Status::not_found(format!("{id} does not exist: its node was forgotten (deltapath-router forget)"))
 }
 
 impl Router {
-    /// Routes to these.
     pub fn new(nodes: Arc<Nodes>, streams: Arc<Streams<Record>>) -> Self {
         Router {
             nodes,
@@ -95,7 +94,6 @@ impl Router {
         }
     }
 
-    /// Makes a unary call.
     pub async fn call(
         &self,
         method: Method,
@@ -137,7 +135,6 @@ impl Router {
         }
     }
 
-    /// Opens a stream.
     pub async fn open(
         &self,
         method: Method,
@@ -171,7 +168,6 @@ impl Router {
         node.open(method.path, frame_bytes(&message), deadline).await
     }
 
-    /// The node of an object.
     fn target(&self, id: &str) -> Result<Target, Status> {
         let Some(key) = DataDirKey::of(id) else { return Ok(Target::Any) };
         match self.nodes.lookup(key) {
@@ -182,14 +178,13 @@ impl Router {
     }
 
     fn any(&self) -> Result<Arc<Node>, Status> {
-        let first = self.nodes.up().into_iter().next();
-        first.ok_or_else(|| Status::unavailable("no node answers: see the router's log"))
+        self.nodes.up().into_iter().next().ok_or_else(no_node)
     }
 
     /// Asks the nodes in turn, until one is there. It gets no secrets, which may be another's.
     async fn ask_any(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         work.message = work.method.without_secrets(&work.message)?;
-        let mut last = Status::unavailable("no node answers: see the router's log");
+        let mut last = no_node();
         for node in self.nodes.up() {
             match work.ask(&node).await {
                 Err(status) if status.code() == Code::Unavailable => last = status,
@@ -213,7 +208,6 @@ impl Router {
 }
 
 impl Work<'_> {
-    /// Makes the call on this node, as it came.
     async fn ask(&mut self, node: &Arc<Node>) -> Result<Bytes, Status> {
         self.record.on(node);
         let answer = node.call(self.method.path, self.message.clone(), self.deadline).await?;

@@ -6,12 +6,11 @@ use std::time::Instant;
 use base::DataDirKey;
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
-use proto::node::node_client::NodeClient;
-use proto::node::{ChooseRequest, FindRequest, FindResponse, Kind};
-use tonic::{Code, Request, Status};
+use proto::node::{ChooseRequest, ChooseResponse, FindRequest, FindResponse, Kind};
+use tonic::{Code, Status};
 
-use super::{AT_ONCE, Router, answers};
-use crate::node::{Node, within};
+use super::{AT_ONCE, Router, answers, no_node};
+use crate::node::Node;
 use crate::placement;
 
 /// Holds a name while an object of it is made.
@@ -43,6 +42,10 @@ pub(super) fn in_work(name: &str, node: &str) -> Status {
     ))
 }
 
+pub(super) fn choice(kind: Kind, name: &str) -> ChooseRequest {
+    ChooseRequest { name: name.to_owned(), kind: kind.into(), ..Default::default() }
+}
+
 impl Router {
     /// Which node makes the object of this name, as the arbiter of the name knows it, and the arbiter. `best` is proposed.
     pub(super) async fn choose(
@@ -52,17 +55,14 @@ impl Router {
         nodes: &[Arc<Node>],
         deadline: Option<Instant>,
     ) -> Result<(DataDirKey, Arc<Node>), Status> {
-        let mut last = Status::unavailable("no node answers: see the router's log");
+        let mut last = no_node();
         for arbiter in placement::arbiters(&request.name, nodes.iter().map(|node| node.key).collect()) {
             let Some(node) = nodes.iter().find(|node| node.key == arbiter) else { continue };
             let request = ChooseRequest { proposed_key: best.to_string(), ..request.clone() };
             let kind = request.kind();
-            let mut client = NodeClient::new(node.link().channel());
-            let answer =
-                async { client.choose(request.clone()).await.map_err(|status| node.status_of(status)) };
-            match within(deadline, node.while_up(answer)).await {
+            let answer = node.ask::<ChooseResponse>("/deltapath.node.v1.Node/Choose", &request, deadline);
+            match node.while_up(answer).await {
                 Ok(chosen) => {
-                    let chosen = chosen.into_inner();
                     // A driver of an earlier release has choices for volumes alone.
                     if kind != Kind::Volume && chosen.kind() != kind {
                         return Ok((best, node.clone()));
@@ -80,6 +80,18 @@ impl Router {
             }
         }
         Err(last)
+    }
+
+    /// `key` makes nothing more of the name that it was chosen for: the choice ends.
+    pub(super) async fn is_over(
+        &self,
+        choice: ChooseRequest,
+        key: DataDirKey,
+        nodes: &[Arc<Node>],
+        deadline: Option<Instant>,
+    ) {
+        // Without it the choice ends by itself, later.
+        let _ = self.choose(ChooseRequest { is_over: true, ..choice }, key, nodes, deadline).await;
     }
 
     /// Until what is returned is dropped, this router makes nothing else of this name.
@@ -125,16 +137,12 @@ impl Router {
         name: &str,
         deadline: Option<Instant>,
     ) -> Result<Option<FindResponse>, Status> {
-        let mut client = NodeClient::new(node.link().channel());
-        let mut request = Request::new(FindRequest { kind: kind.into(), name: name.to_owned() });
-        if let Some(deadline) = deadline {
-            request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-        }
-        let answer = async { client.find(request).await.map_err(|status| node.status_of(status)) };
-        let found = within(deadline, node.while_up(answer)).await.inspect_err(|status| {
+        let request = FindRequest { kind: kind.into(), name: name.to_owned() };
+        let answer = node.ask::<FindResponse>("/deltapath.node.v1.Node/Find", &request, deadline);
+        let found = node.while_up(answer).await.inspect_err(|status| {
             tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");
         })?;
-        let found = Some(found.into_inner()).filter(|found| !found.id.is_empty());
+        let found = Some(found).filter(|found| !found.id.is_empty());
         found.map(|found| answers::is_of(node, &found.id).map(|()| found)).transpose()
     }
 }

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use base::DataDirKey;
 use bytes::Bytes;
-use proto::node::{ChooseRequest, Kind};
+use proto::node::Kind;
 use tonic::Status;
 
-use super::names::{in_work, is_answered};
+use super::names::{choice, in_work, is_answered};
 use super::{Router, Target, Work, decode, forgotten};
 use crate::node::Node;
 use crate::nodes::Lookup;
@@ -67,13 +67,11 @@ impl Router {
         };
         let _held = self.hold(kind, name)?;
         let nodes = self.nodes.up();
-        let request = ChooseRequest { name: name.to_owned(), kind: kind.into(), ..Default::default() };
-        let (chosen, arbiter) = self.choose(request.clone(), node.key, &nodes, work.deadline).await?;
+        let choice = choice(kind, name);
+        let (chosen, arbiter) = self.choose(choice.clone(), node.key, &nodes, work.deadline).await?;
         let answer = self.create_if_free(kind, name, &node, chosen, work).await;
         if chosen == node.key && is_answered(&answer) {
-            let over = ChooseRequest { is_over: true, ..request };
-            // Without it the choice ends by itself, later.
-            let _ = self.choose(over, node.key, &[arbiter], work.deadline).await;
+            self.is_over(choice, node.key, &[arbiter], work.deadline).await;
         }
         answer
     }

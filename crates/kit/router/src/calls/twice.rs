@@ -23,27 +23,34 @@ use super::{Router, Target};
 const EVERY: Duration = Duration::from_secs(2);
 /// How long a node may take to look for a name, and to delete a volume.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Volumes in doubt at once.
 const MOST: usize = 10_000;
 /// How often PersistentVolumes are looked through for a volume that exists twice, how long that may take, and for how long
 /// it is done: the PersistentVolume is made after the volume.
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 const LOOKED_IN: Duration = Duration::from_secs(60);
 const LOOKED_FOR: Duration = Duration::from_secs(600);
-/// PersistentVolumes per page.
 const PAGE: u32 = 500;
 
 /// What an operator has to do where nobody else can.
 const DELETE: &str =
     "a volume exists twice: delete the one that is not in use (deltapath-router delete-volume)";
 
-/// A volume that exists twice.
+/// What is said until then.
+const LOOK: &str = "a volume exists twice: PersistentVolumes say which one is used";
+
 struct Twice {
     name: String,
     ids: [String; 2],
     found: Instant,
     /// When PersistentVolumes are looked through for it next.
     look: Instant,
+}
+
+impl Twice {
+    fn tell(&self, what: &str) {
+        let Twice { name, ids: [volume, other], .. } = self;
+        tracing::warn!(name, volume, other, "{what}");
+    }
 }
 
 /// The volume that nobody uses, if the other one is used.
@@ -56,7 +63,6 @@ fn unused<'i>(ids: &'i [String; 2], used: &BTreeSet<String>) -> Option<&'i str> 
     }
 }
 
-/// Those of these volumes that a PersistentVolume has.
 async fn used(volumes: &Api<PersistentVolume>, ids: &[String; 2]) -> kube::Result<BTreeSet<String>> {
     let (mut used, mut page) = (BTreeSet::new(), ListParams::default().limit(PAGE));
     loop {
@@ -96,19 +102,10 @@ impl Router {
             tokio::time::sleep(EVERY).await;
             let found = self.look_for_twice(&mut known, &mut asked_before).await;
             let Some(volumes) = &volumes else {
-                for Twice { name, ids: [volume, other], .. } in found {
-                    tracing::warn!(name, volume, other, "{DELETE}");
-                }
+                found.iter().for_each(|twice| twice.tell(DELETE));
                 continue;
             };
-            for Twice { name, ids: [volume, other], .. } in &found {
-                tracing::warn!(
-                    name,
-                    volume,
-                    other,
-                    "a volume exists twice: PersistentVolumes say which one is used"
-                );
-            }
+            found.iter().for_each(|twice| twice.tell(LOOK));
             twice.extend(found);
             let mut left = Vec::new();
             for mut one in twice {
@@ -118,8 +115,7 @@ impl Router {
                         continue;
                     }
                     if one.found.elapsed() >= LOOKED_FOR {
-                        let Twice { name, ids: [volume, other], .. } = one;
-                        tracing::warn!(name, volume, other, "{DELETE}");
+                        one.tell(DELETE);
                         continue;
                     }
                 }

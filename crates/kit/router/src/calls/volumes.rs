@@ -6,13 +6,12 @@ use std::time::{Duration, Instant};
 use base::DataDirKey;
 use bytes::Bytes;
 use metrics::counter;
-use prost::Message;
 use proto::node::{
     AbandonRequest, AbandonResponse, ChooseRequest, CreateFromRequest, CreateFromResponse, FindResponse, Kind,
 };
 use tonic::{Code, Status};
 
-use super::names::{in_work, is_answered};
+use super::names::{choice, in_work, is_answered};
 use super::{Router, Target, Work, answers, decode, forgotten};
 use crate::node::Node;
 use crate::nodes::Lookup;
@@ -79,7 +78,7 @@ impl Router {
                 self.abandon_on(node, name, found, gone.map_or("", |(_, source)| source), work.deadline)
                     .await?;
                 self.unanswered.lock().remove(name);
-                self.is_over(name, node.key, work.deadline).await;
+                self.is_over(choice(Kind::Volume, name), node.key, &self.nodes.up(), work.deadline).await;
             }
             [(node, found)] if !placement::is_allowed(&node.topology, requirement) => {
                 return Err(left_out(name, node, found));
@@ -125,8 +124,8 @@ impl Router {
         deadline: Option<Instant>,
     ) -> Result<(), Status> {
         let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
-        let message = request.encode_to_vec().into();
-        node.call("/csi.v1.Controller/DeleteVolume", message, deadline).await.map(drop)
+        let path = "/csi.v1.Controller/DeleteVolume";
+        node.ask::<proto::DeleteVolumeResponse>(path, &request, deadline).await.map(drop)
     }
 
     /// Ends a copy for which no other call has come lately, or whose source is `gone` for good. A volume that it has become stays.
@@ -143,9 +142,7 @@ impl Router {
             unasked_seconds: UNASKED.as_secs(),
             gone_source_id: gone.to_owned(),
         };
-        let message = request.encode_to_vec().into();
-        let answer = node.call("/deltapath.node.v1.Node/Abandon", message, deadline).await;
-        match answer.and_then(|answer| decode::<AbandonResponse>(&answer)) {
+        match node.ask("/deltapath.node.v1.Node/Abandon", &request, deadline).await {
             Ok(AbandonResponse { is_volume: false }) => Ok(()),
             // A driver of an earlier release says Unimplemented, and ends what nobody asks for by itself.
             Err(status) if !matches!(status.code(), Code::Aborted | Code::Unimplemented) => Err(status),
@@ -174,7 +171,7 @@ impl Router {
         if is_answered(&answer) {
             self.unanswered.lock().remove(name);
             if answer.is_err() {
-                self.is_over(name, node.key, work.deadline).await;
+                self.is_over(choice(Kind::Volume, name), node.key, &self.nodes.up(), work.deadline).await;
             }
         }
         answer
@@ -208,9 +205,9 @@ impl Router {
             ticket: self.nodes.ticket(source, node.key)?,
         };
         work.record.on(node);
-        let request = request.encode_to_vec().into();
-        let answer = node.call("/deltapath.node.v1.Node/CreateFrom", request, work.deadline).await?;
-        let created: Bytes = decode::<CreateFromResponse>(&answer)?.created.into();
+        let path = "/deltapath.node.v1.Node/CreateFrom";
+        let created: Bytes =
+            node.ask::<CreateFromResponse>(path, &request, work.deadline).await?.created.into();
         answers::check(work.method, node, &work.message, &created)?;
         Ok(created)
     }
@@ -221,13 +218,6 @@ impl Router {
         let (key, asked) = unanswered.get_mut(name).filter(|(_, asked)| asked.elapsed() < WAITED_FOR)?;
         *asked = Instant::now();
         Some(*key)
-    }
-
-    /// This node makes no volume of the name: the choice of it ends.
-    async fn is_over(&self, name: &str, key: DataDirKey, deadline: Option<Instant>) {
-        let request = ChooseRequest { is_over: true, ..choice(name) };
-        // Without it the choice ends by itself, later.
-        let _ = self.choose(request, key, &self.nodes.up(), deadline).await;
     }
 
     /// What the node that was chosen for a name has of it. Another router may have chosen it just now, and is about to ask it: so it has
@@ -280,7 +270,7 @@ impl Router {
                 }));
             };
             let excluded_keys = excluded.iter().map(DataDirKey::to_string).collect();
-            let choose = ChooseRequest { excluded_keys, ..choice(name) };
+            let choose = ChooseRequest { excluded_keys, ..choice(Kind::Volume, name) };
             let (chosen, arbiter) = self.choose(choose.clone(), *best, &nodes, work.deadline).await?;
             let node = match self.nodes.lookup(chosen) {
                 Lookup::Found(node) => node,
@@ -315,11 +305,6 @@ impl Router {
             excluded.push(chosen);
         }
     }
-}
-
-/// A choice of the node for a volume of this name.
-fn choice(name: &str) -> ChooseRequest {
-    ChooseRequest { name: name.to_owned(), kind: Kind::Volume.into(), ..Default::default() }
 }
 
 /// The volume is on a node on which the call does not allow it.

@@ -11,7 +11,6 @@ mod sign;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{ListParams, PostParams};
 use kube::{Api, Client};
@@ -117,20 +116,8 @@ impl Keeper {
     async fn step(&self) -> Result<(), Error> {
         let (namespace, name) = (&self.flags.namespace, &self.flags.secret);
         let (secret, state) = secret::read(&self.client, namespace, name).await?;
-        let (now, lifetimes, hosts) = (Timestamp::now(), self.lifetimes(), [self.uri("router")]);
-        let due = state.as_ref().and_then(|state| state.due(now, &lifetimes, &hosts));
-        let (state, is_new) = match (state, due) {
-            (None, _) => {
-                tracing::info!("making the first certificates");
-                let known = self.published().await?;
-                (State::first(OWNER, &hosts, known, now, &lifetimes)?, true)
-            }
-            (Some(state), None) => (state, false),
-            (Some(state), Some(step)) => {
-                tracing::info!(?step, "certificates");
-                (state.after(step, OWNER, &hosts, now, &lifetimes)?, true)
-            }
-        };
+        let hosts = [self.uri("router")];
+        let (state, is_new) = State::next(state, OWNER, &hosts, self.published(), &self.lifetimes()).await?;
         self.publish(&state).await?;
         if is_new {
             secret::write(&self.client, namespace, name, secret, &state).await?;
@@ -153,7 +140,6 @@ impl Keeper {
         Api::namespaced(self.client.clone(), &self.flags.namespace)
     }
 
-    /// The authorities that nodes believe now.
     async fn published(&self) -> Result<Option<String>, Error> {
         Ok(self.config_map(&self.flags.ca_config_map).await?.and_then(|map| map.data?.remove("ca.crt")))
     }

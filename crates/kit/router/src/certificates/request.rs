@@ -37,7 +37,6 @@ pub struct NodeCertificate {
     kubeconfig: Option<PathBuf>,
 }
 
-/// Serves until a signal.
 pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::Error>> {
     let client = serve::questions::client(flags.kubeconfig.as_deref()).await?;
     let mut said = String::new();
@@ -70,7 +69,6 @@ pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::E
     }
 }
 
-/// The key of the driver's data directory.
 async fn key_of(socket: &Path) -> Result<DataDirKey, String> {
     let channel = crate::delete::channel(socket, 5 * EVERY);
     let asked = IdentityClient::new(channel).get_plugin_info(proto::GetPluginInfoRequest {}).await;

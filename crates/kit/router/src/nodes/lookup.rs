@@ -11,7 +11,6 @@ use crate::node::Node;
 
 /// What is known of the node whose data directory has a key.
 pub enum Lookup {
-    /// It answers.
     Found(Arc<Node>),
     /// An operator has said that the node is gone for good.
     Forgotten,
@@ -20,7 +19,6 @@ pub enum Lookup {
 }
 
 impl Nodes {
-    /// The node whose data directory has this key.
     pub fn lookup(&self, key: DataDirKey) -> Lookup {
         let table = self.table.lock();
         if table.forgotten.contains(&key) {

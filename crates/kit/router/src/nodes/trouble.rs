@@ -86,7 +86,6 @@ impl Table {
         )))
     }
 
-    /// Looks again at who can be used.
     pub(super) fn look_for_trouble(&mut self, driver_name: Option<&String>, is_settled: bool) {
         // Among as many of each the name stays that was most nodes', and not that of the first to answer.
         let before = self.driver_name.take().filter(|_| is_settled);

@@ -13,7 +13,7 @@ use proto::TopologyRequirement;
 use testkit::cluster::{Cluster, PATIENCE, within};
 use testkit::network::{self, Host};
 use testkit::orders::Orders;
-use testkit::{MIB, PoolKind};
+use testkit::{MIB, PoolKind, requests};
 use tonic::{Code, Request};
 
 use crate::cuts::{Fault, GIVEN_UP, code_of};
@@ -104,19 +104,10 @@ const ROWS: [Row; 23] = {
 /// No call of these services is missing.
 #[test]
 fn the_table_has_every_call() {
-    let contract = include_str!("../../../../../proto/csi.proto");
-    let mut service = "";
-    let mut paths = BTreeSet::new();
-    for line in contract.lines().map(str::trim) {
-        if let Some(name) = line.strip_prefix("service ") {
-            service = name.trim_end_matches('{').trim();
-        }
-        let call = line.strip_prefix("rpc ").and_then(|rest| rest.split(['(', ' ']).next());
-        if let Some(call) = call.filter(|_| !["Identity", "Node"].contains(&service)) {
-            paths.insert(format!("/csi.v1.{service}/{call}"));
-        }
-    }
-    assert_eq!(ROWS.iter().map(Row::path).collect::<BTreeSet<_>>(), paths);
+    let calls = testkit::pages::calls_of_csi().into_iter();
+    let calls = calls.filter(|(service, _)| !["Identity", "Node"].contains(&service.as_str()));
+    let paths = calls.map(|(service, call)| format!("/csi.v1.{service}/{call}"));
+    assert_eq!(ROWS.iter().map(Row::path).collect::<BTreeSet<_>>(), paths.collect());
 }
 
 /// What is there before anything goes wrong.
@@ -179,17 +170,11 @@ impl Scene {
         let [first, second] = self.snapshots.clone();
         let node_id = self.cluster.nodes[1].name();
         let mut client = self.cluster.client();
-        let (capability, group) = (block_capability(), self.group.clone());
-        let published = proto::ControllerPublishVolumeRequest {
-            volume_id: volume_id.clone(),
-            node_id: node_id.clone(),
-            volume_capability: Some(capability.clone()),
-            ..Default::default()
-        };
+        let published = requests::attach(&volume_id, &node_id);
         match row.call {
             "CreateVolume" => {
                 // Wherever there is a node, this one first.
-                let mut request = new_volume(&name, 16 << 20, capability);
+                let mut request = new_volume(&name, 16 << 20, block_capability());
                 request.accessibility_requirements = Some(TopologyRequirement {
                     requisite: Vec::new(),
                     preferred: vec![self.cluster.nodes[1].topology()],
@@ -200,20 +185,17 @@ impl Scene {
             "ControllerPublishVolume" => published.encode_to_vec(),
             "ControllerUnpublishVolume" => {
                 client.controller.controller_publish_volume(published).await.expect("attach");
-                proto::ControllerUnpublishVolumeRequest { volume_id, node_id, ..Default::default() }
-                    .encode_to_vec()
+                requests::detach(volume_id, &node_id).encode_to_vec()
             }
             "ControllerExpandVolume" => {
                 let capacity_range = Some(proto::CapacityRange { required_bytes: 32 * MIB, limit_bytes: 0 });
-                let volume_capability = Some(capability);
+                let volume_capability = Some(block_capability());
                 let more = proto::ControllerExpandVolumeRequest::default();
                 proto::ControllerExpandVolumeRequest { volume_id, capacity_range, volume_capability, ..more }
                     .encode_to_vec()
             }
             "ControllerModifyVolume" => {
-                let mutable_parameters = [("readAheadKiB".to_owned(), "512".to_owned())].into();
-                proto::ControllerModifyVolumeRequest { volume_id, mutable_parameters, ..Default::default() }
-                    .encode_to_vec()
+                requests::modify(volume_id, &[("readAheadKiB", "512")]).encode_to_vec()
             }
             "CreateSnapshot" => {
                 proto::CreateSnapshotRequest { name, source_volume_id: volume_id, ..Default::default() }
@@ -239,27 +221,18 @@ impl Scene {
                 .encode_to_vec()
             }
             "GetVolumeGroupSnapshot" => {
-                let (group_snapshot_id, snapshot_ids) = group;
+                let (group_snapshot_id, snapshot_ids) = self.group.clone();
                 proto::GetVolumeGroupSnapshotRequest { group_snapshot_id, snapshot_ids, ..Default::default() }
                     .encode_to_vec()
             }
             "ValidateVolumeCapabilities" => {
-                let volume_capabilities = vec![capability];
-                proto::ValidateVolumeCapabilitiesRequest {
-                    volume_id,
-                    volume_capabilities,
-                    ..Default::default()
-                }
-                .encode_to_vec()
+                requests::validate(volume_id, vec![block_capability()]).encode_to_vec()
             }
             "GetMetadataDelta" => delta_of(&first, &second).encode_to_vec(),
-            // The first field of all of these is the id.
-            "GetSnapshot" | "GetMetadataAllocated" => {
-                proto::GetMetadataAllocatedRequest { snapshot_id: first, ..Default::default() }
-                    .encode_to_vec()
-            }
+            // The first field of both is the id.
+            "GetSnapshot" | "GetMetadataAllocated" => requests::snapshot(first).encode_to_vec(),
             "ControllerGetVolume" | "ControllerGetVolumeHealth" => {
-                proto::ControllerGetVolumeRequest { volume_id }.encode_to_vec()
+                requests::health(volume_id).encode_to_vec()
             }
             // Nothing need be in these.
             _ => Vec::new(),

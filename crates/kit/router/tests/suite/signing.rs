@@ -3,10 +3,8 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
-use k8s_openapi::api::core::v1::{ConfigMap, Secret, ServiceAccount};
+use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::Api;
-use kube::api::PostParams;
 use serde_json::json;
 use testkit::api_server::{ApiServer, kube_programs};
 use testkit::{PoolKind, Rig, free_port};
@@ -24,7 +22,7 @@ fn start(dir: &Path, name: &str, arguments: &[String]) -> Running {
 }
 
 /// A kubeconfig by which the API server knows on which node its bearer is: that of a pod there.
-async fn of_pod(api: &ApiServer, dir: &Path, account: &str, node: &str) -> std::path::PathBuf {
+async fn of_pod(api: &ApiServer, account: &str, node: &str) -> std::path::PathBuf {
     let name = format!("{account}-{node}");
     api.make(json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE},
@@ -34,29 +32,7 @@ async fn of_pod(api: &ApiServer, dir: &Path, account: &str, node: &str) -> std::
         },
     }))
     .await;
-    let accounts: Api<ServiceAccount> = Api::namespaced(api.client.clone(), NAMESPACE);
-    let request = TokenRequest {
-        spec: Some(TokenRequestSpec {
-            attestations: None,
-            audiences: Some(vec!["https://kubernetes.default.svc".to_owned()]),
-            bound_object_ref: Some(BoundObjectReference {
-                api_version: Some("v1".to_owned()),
-                kind: Some("Pod".to_owned()),
-                name: Some(name.clone()),
-                uid: None,
-            }),
-            expiration_seconds: Some(3600),
-        }),
-        ..TokenRequest::default()
-    };
-    let made = accounts.create_token_request(account, &PostParams::default(), &request).await;
-    let token = made.expect("a token").status.expect("a status").token.expect("a token");
-    let config = std::fs::read_to_string(&api.kubeconfig).expect("a kubeconfig");
-    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
-    config["users"][0]["user"] = json!({"token": token});
-    let path = dir.join(format!("{name}.kubeconfig"));
-    std::fs::write(&path, config.to_string()).expect("write");
-    path
+    api.kubeconfig_of_pod(NAMESPACE, account, &name).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -88,18 +64,14 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     let path = |name: &str| dir.path().join(name).display().to_string();
     // The objects and rights of deploy/overlays/distributed, and no more.
     api.namespace(NAMESPACE).await;
-    let manifest = std::fs::read_to_string(
-        Path::new(testkit::HOME).join("deploy/overlays/distributed/certificates.yaml"),
-    );
-    for text in manifest.expect("the manifest").split("\n---\n") {
-        let object: serde_json::Value = serde_saphyr::from_str(text).expect("YAML");
+    for object in testkit::scene::manifests("deploy/overlays/distributed/certificates.yaml") {
         if object["kind"] != "Deployment" && object["kind"] != "NetworkPolicy" {
             api.make(object).await;
         }
     }
     api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "deltapath-plugin", "namespace": NAMESPACE}})).await;
 
-    let signer = of_pod(&api, dir.path(), "deltapath-certificates", "control").await;
+    let signer = of_pod(&api, "deltapath-certificates", "control").await;
     let flags = [
         "certificates".to_owned(),
         format!("--kubeconfig={}", signer.display()),
@@ -130,7 +102,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
         let more = [format!("--kubeconfig={}", kubeconfig.display()), format!("--dir={to}")];
         start(dir.path(), name, &[flags, more].concat())
     };
-    let first = of_pod(&api, dir.path(), "deltapath-plugin", "node-1").await;
+    let first = of_pod(&api, "deltapath-plugin", "node-1").await;
     let asking = beside("beside", &first, &path(""));
     eventually("the certificate is there", async || Path::new(&path("node.crt")).exists()).await;
     let router = Router::start(dir.path(), "router", &[format!("127.0.0.1:{port}")], &[]).await;
@@ -138,7 +110,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
 
     // The same key from another node: denied, and the answer says why. And from a pod that is no driver's: it may not ask at all.
     std::fs::create_dir(path("other")).expect("mkdir");
-    let second = of_pod(&api, dir.path(), "deltapath-plugin", "node-2").await;
+    let second = of_pod(&api, "deltapath-plugin", "node-2").await;
     let posing = beside("posing", &second, &path("other"));
     eventually("it is denied", async || posing.log().contains("is on node node-1")).await;
     let stranger = beside("stranger", &signer, &path("other"));

@@ -93,12 +93,8 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
 
         // It comes back at another address, in the slice of the first.
         cluster.nodes[1].rig.terminate();
-        let (name, port) = (cluster.nodes[1].name(), ports[0]);
-        let mut arguments =
-            vec![format!("--router-listen={}:{port}", addresses[2]), format!("--node-id={name}")];
-        arguments.extend(testkit::cluster::tls_flags("router-", cluster.dir.path(), &name));
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        cluster.nodes[1].rig.start_again_with(&arguments).await;
+        let listen = format!("--router-listen={}:{}", addresses[2], ports[0]);
+        cluster.nodes[1].start_again_with(&[&listen]).await;
         let both = json!({"endpoints": [endpoint(0, addresses[0]), endpoint(1, addresses[2])]});
         api.merge("EndpointSlice", Some("deltapath"), "one", both).await;
         cluster.router().sees(2).await;

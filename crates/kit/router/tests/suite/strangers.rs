@@ -1,26 +1,19 @@
 //! Promise: a node that lies, or that is taken for another, is named in an error and harms nobody else.
 
-use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use csi_client::{Client, block_capability, new_volume};
-use http_body_util::{BodyExt, Full};
 use prost::Message;
 use proto::ListVolumesRequest;
 use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
 use serve::identity::Role;
-use serve::listen::{self, Limits};
-use serve::relay::{frame_bytes, unframe_bytes};
+use serve::relay::frame_bytes;
 use testkit::cluster::{Cluster, Router, uri, within};
-use testkit::{MIB, PoolKind, free_port};
-use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Response};
+use testkit::{MIB, PoolKind, free_port, played};
 use tonic::{Code, Status};
-
-use crate::transfers::tls;
 
 const KEY: &str = "0badcafe";
 const LIAR: &str = "liar";
@@ -33,33 +26,11 @@ pub async fn play(
     answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static,
 ) -> String {
     cluster.authority.issue(cluster.dir.path(), certificate, &uri(&format!("node/{key}")));
-    let tls = tls(cluster, certificate, Role::Node(key.to_owned()));
+    let tls = played::tls(cluster.dir.path(), certificate, Role::Node(key.to_owned()));
     let address = format!("127.0.0.1:{}", free_port());
     let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
-    let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
-        let answers = answers.clone();
-        async move {
-            let path = request.uri().path().to_owned();
-            let answer = match request.into_body().collect().await {
-                Ok(body) => whole(&answers(&path, unframe_bytes(body.to_bytes()).expect("a message"))),
-                Err(_) => Status::cancelled("the request is given up").into_http(),
-            };
-            answer.map(axum::body::Body::new)
-        }
-    });
-    let connections = listen::tls(listener, move || tls.server(), Limits::of_certificates());
-    let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::from(served));
-    tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
+    played::serve(listener, tls, move |path, message| Ok(vec![frame_bytes(&answers(path, message))]));
     address
-}
-
-fn whole(answer: &[u8]) -> Response<Body> {
-    let trailers =
-        HeaderMap::from_iter([("grpc-status".parse().expect("a name"), HeaderValue::from_static("0"))]);
-    let body = Full::new(frame_bytes(answer)).with_trailers(async { Some(Ok::<_, Infallible>(trailers)) });
-    let mut response = Response::new(Body::new(body));
-    response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
-    response
 }
 
 /// Who a played node says it is.
@@ -292,7 +263,6 @@ async fn an_impossible_answer_is_internal_and_names_the_node() {
     cluster.finish();
 }
 
-/// An id of the played node.
 fn its(kind: &str) -> String {
     id(kind, KEY, 1)
 }

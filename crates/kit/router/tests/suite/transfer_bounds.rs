@@ -6,9 +6,10 @@ use proto::transfer::{BlocksRequest, MapRequest, OpenRequest};
 use serve::identity::Role;
 use testkit::PoolKind::Dir;
 use testkit::cluster::{Cluster, PATIENCE, within};
+use testkit::played::tls;
 use tonic::Code;
 
-use crate::transfers::{nothing_is_left, tls};
+use crate::transfers::nothing_is_left;
 
 #[apply(device_cases)]
 async fn a_filesystem_is_restored_no_larger_than_it_can_grow(#[values(0, 1)] node: usize) {
@@ -38,8 +39,8 @@ async fn a_node_opens_and_asks_for_no_more_than_it_needs() {
     let (origin, _) = cluster.nodes[0].rig.block_volume("origin", 128 << 20).await;
     let snapshot = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
     let [source, reader] = [0, 1].map(|node| cluster.nodes[node].key.clone());
-    let router = tls(&cluster, "router", Role::Router);
-    let node = tls(&cluster, &cluster.nodes[1].name(), Role::Node(reader.clone()));
+    let router = tls(cluster.dir.path(), "router", Role::Router);
+    let node = tls(cluster.dir.path(), &cluster.nodes[1].name(), Role::Node(reader.clone()));
     let mut node = TransferClient::new(node.channel(&cluster.nodes[0].address, &source, PATIENCE, 1 << 20));
     let open = |key: &str, number: u32| OpenRequest {
         ticket: router.signer().expect("loaded").issue(&snapshot, &reader).expect("a ticket"),

@@ -68,10 +68,7 @@ async fn a_transfer_shows_how_far_it_is_and_how_it_ended() {
 
     // After a restart it waits for the next CreateVolume. It lasts longer now than it takes until progress is logged.
     cluster.nodes[1].rig.terminate();
-    let mut flags = cluster.nodes[1].flags.clone();
-    flags.push("--transfer-rate=1Mi".to_owned());
-    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-    cluster.nodes[1].rig.start_again_with(&flags).await;
+    cluster.nodes[1].start_again_with(&["--transfer-rate=1Mi"]).await;
     assert_eq!(figures(target).await, Figures { waiting: 1, ..Figures::default() });
     let sent_before = figures(source).await.sent;
     assert_eq!(patiently_begun(&cluster, &request).await, id);

@@ -7,9 +7,10 @@ use proto::node::node_client::NodeClient;
 use serve::identity::Role;
 use testkit::PoolKind::Dir;
 use testkit::cluster::{Cluster, PATIENCE, patiently};
+use testkit::played::tls;
 use tonic::Code;
 
-use crate::transfers::{begun, nothing_is_left, on, patiently_begun, staging, tls, written};
+use crate::transfers::{begun, nothing_is_left, on, patiently_begun, staging, written};
 
 #[apply(device_test)]
 async fn a_copy_that_somebody_asks_for_is_ended_by_no_call_that_allows_another_node() {
@@ -41,7 +42,7 @@ async fn a_copy_that_somebody_asks_for_is_ended_by_no_call_that_allows_another_n
 async fn what_ends_a_copy_ends_no_volume() {
     let mut cluster = Cluster::start(Dir, 1, &[]).await;
     let volume = cluster.volume_on(0, "whole").await;
-    let router = tls(&cluster, "router", Role::Router);
+    let router = tls(cluster.dir.path(), "router", Role::Router);
     let channel = router.channel(&cluster.nodes[0].address, &cluster.nodes[0].key, PATIENCE, 1 << 20);
     let mut node = NodeClient::new(channel);
     let request = |volume_id: &str| AbandonRequest { volume_id: volume_id.to_owned(), ..Default::default() };

@@ -12,9 +12,10 @@ use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::{BlocksRequest, MapRequest, OpenRequest};
 use proto::{CreateVolumeRequest, VolumeContentSource};
 use serve::identity::Role;
-use serve::mutual::{Files, Mutual};
+use serve::mutual::Mutual;
 use testkit::PoolKind::{self, Btrfs, Dir, Xfs};
 use testkit::content::{Content, blocks_of};
+use testkit::played::tls;
 use testkit::{BLOCK, names};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
@@ -70,7 +71,6 @@ pub fn staging(cluster: &Cluster, node: usize) -> Vec<String> {
     names(&cluster.nodes[node].rig.pool_dir().join("staging"))
 }
 
-/// Nothing half made is left on any node.
 pub async fn nothing_is_left(cluster: &Cluster) {
     for node in 0..cluster.nodes.len() {
         eventually("nothing is half made", async || staging(cluster, node).is_empty()).await;
@@ -228,10 +228,7 @@ async fn a_cut_transfer_goes_on_where_it_was() {
     eventually("it goes on", async || received() > before).await;
     cluster.nodes[1].rig.kill();
     let kept = received();
-    let mut flags = cluster.nodes[1].flags.clone();
-    flags.push("--transfer-rate=1Gi".to_owned());
-    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-    cluster.nodes[1].rig.start_again_with(&flags).await;
+    cluster.nodes[1].start_again_with(&["--transfer-rate=1Gi"]).await;
     let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
     assert_eq!(made.volume_id, id, "the same volume is made");
     // The last driver of the target counts what it fetched itself.
@@ -409,15 +406,6 @@ async fn transfers_together_take_no_more_than_their_rate() {
     cluster.finish();
 }
 
-/// TLS with the files of this name.
-pub fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
-    let file = |end| cluster.dir.path().join(format!("{name}.{end}"));
-    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
-    let tls = Mutual::new(files, role);
-    tls.load().expect("certificates");
-    tls
-}
-
 #[apply(device_test)]
 async fn a_node_reads_what_a_ticket_names_and_nothing_else() {
     let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
@@ -428,12 +416,13 @@ async fn a_node_reads_what_a_ticket_names_and_nothing_else() {
         client.create_snapshot(name, &volume).await.expect("CreateSnapshot").snapshot_id
     };
     let (snapshot, secret) = (take(one).await, take(other).await);
-    let router = tls(&cluster, "router", Role::Router);
+    let dir = cluster.dir.path();
+    let router = tls(dir, "router", Role::Router);
     let address = format!("127.0.0.1:{}", cluster.nodes[0].port);
     let key_of = |node: usize| cluster.nodes[node].key.clone();
     let channel = |tls: &Arc<Mutual>| tls.channel(&address, &key_of(0), PATIENCE, 1 << 20);
     let of_node = |node: usize| {
-        TransferClient::new(channel(&tls(&cluster, &cluster.nodes[node].name(), Role::Node(key_of(node)))))
+        TransferClient::new(channel(&tls(dir, &cluster.nodes[node].name(), Role::Node(key_of(node)))))
     };
     let ticket = |source: &str, reader: usize| {
         router.signer().expect("loaded").issue(source, &key_of(reader)).expect("a ticket")
@@ -471,7 +460,7 @@ async fn a_node_reads_what_a_ticket_names_and_nothing_else() {
     // The router orders transfers, and reads nothing. A node asks nothing else.
     let status = TransferClient::new(channel(&router)).open(open(ticket(&snapshot, 1), &snapshot)).await;
     assert_eq!(status.expect_err("the router").code(), Code::Unimplemented);
-    let node = channel(&tls(&cluster, &cluster.nodes[1].name(), Role::Node(key_of(1))));
+    let node = channel(&tls(dir, &cluster.nodes[1].name(), Role::Node(key_of(1))));
     let mut controller = proto::controller_client::ControllerClient::new(node.clone());
     let asked = controller.list_volumes(proto::ListVolumesRequest::default()).await;
     assert_eq!(asked.expect_err("CSI").code(), Code::PermissionDenied);
