@@ -340,6 +340,10 @@ impl Life {
             .collect();
         let keep = [Some(self.random.usize(1..4)), None][self.random.usize(..2)];
         let volume = [None, Some(self.random.usize(..self.volumes.len()))][self.random.usize(..2)];
+        // One without a backup is refused: its name may be a typing error.
+        let has_backup =
+            |of: &usize| self.backups.values().any(|snapshot| self.taken[snapshot].volume == *of);
+        let volume = volume.filter(has_backup);
         let unused = ["0", "0", "30"][self.random.usize(..3)];
         let keep_text = keep.map(|keep| keep.to_string());
         let mut arguments = vec!["prune", "--max-unused", unused];
