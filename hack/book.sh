@@ -22,7 +22,7 @@ mkdir -p "$source"
 cp -r docs "$source/src"
 cp "${pages[@]}" "$source/src"
 names=$(IFS='|' && echo "${pages[*]//./\\.}")
-sed -zEi "s#\]\(\.\./($names)#](\1#g; s#\]\(docs/#](#g; s#\[([^][]*)\]\((\.\./|crates/|deploy/|LICENSE)[^)]*\)#\1#g; s#\]\(README\.md#](index.md#g" \
+sed -zEi "s#\]\(\.\./($names)#](\1#g; s#\]\(docs/#](#g; s#\[([^][]*)\]\((\.\./|crates/|deploy/|proto/|LICENSE)[^)]*\)#\1#g; s#\]\(README\.md#](index.md#g" \
     "$source"/src/*.md
 mv "$source/src/README.md" "$source/src/index.md"
 cat >"$source/book.toml" <<T
