@@ -19,7 +19,7 @@ async fn served(pool: PoolKind) -> (Rig, u16) {
 }
 
 async fn get(port: u16, path: &str) -> (u16, String) {
-    testkit::scene::get(port, path).await.expect("an answer")
+    testkit::http::get(port, path).await.expect("an answer")
 }
 
 /// The value of a metric. The name includes the labels.

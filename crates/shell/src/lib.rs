@@ -24,6 +24,15 @@ use clap::{Arg, ArgMatches, Args, Command, Parser};
 use serde::Serialize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+/// Text as a terminal may show it, on one line: what is in a repository, or the name of a file, may hold anything.
+pub fn plain(text: &str) -> String {
+    let escape = |c: char| match c {
+        '\\' | '"' | '\'' => c.to_string(),
+        c => c.escape_debug().to_string(),
+    };
+    text.chars().map(escape).collect()
+}
+
 /// The commit and its date, from git, in images and what `make build` makes. `cargo build` has none: else each commit would build
 /// everything anew.
 const COMMIT: Option<&str> = option_env!("DELTAPATH_COMMIT");

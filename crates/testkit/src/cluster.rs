@@ -161,7 +161,7 @@ impl Router {
 
 /// What a program answers over HTTP at this port.
 pub async fn get(port: u16, path: &str) -> String {
-    crate::scene::get(port, path).await.expect("an answer").1
+    crate::http::get(port, path).await.expect("an answer").1
 }
 
 pub struct Cluster {

@@ -11,6 +11,7 @@ pub mod disk;
 pub mod earlier;
 pub mod fuzz;
 pub mod gateway;
+pub mod http;
 pub mod lab;
 mod macros;
 pub mod mover;

@@ -14,7 +14,6 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, ConfigBuilder, RootCertStore};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::api_server::ApiServer;
 use crate::cluster::Authority;
@@ -123,18 +122,6 @@ pub fn trusting(ca: &str) -> ConfigBuilder<ClientConfig, WantsClientCert> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     config.expect("versions").with_root_certificates(roots)
-}
-
-/// The code and the body that a program answers with at this port, over HTTP/1.0, which knows no chunks; `None` where nobody
-/// listens or the answer is cut.
-pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
-    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.ok()?;
-    let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.ok()?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.ok()?;
-    let code = answer.split(' ').nth(1)?.parse().ok()?;
-    Some((code, answer.split_once("\r\n\r\n")?.1.to_owned()))
 }
 
 /// Tests by their paths, for [`run`]; one that takes a pool with its name: `module::test on "xfs"`.

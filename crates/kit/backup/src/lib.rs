@@ -71,7 +71,7 @@ pub fn main() -> ExitCode {
         }
         Err(Error::Usage(usage)) => shell::end(NAME, Err(usage.into())),
         // It may name what is in the repository.
-        done => shell::end_with(NAME, done.map_err(Into::into), |line| shell::say!("{}", show::plain(line))),
+        done => shell::end_with(NAME, done.map_err(Into::into), |line| shell::say!("{}", shell::plain(line))),
     }
 }
 
@@ -213,7 +213,7 @@ fn tell_backup(context: &Context, made: &About) -> Result<ExitCode> {
     context.tell(made, || {
         let About { id, kind, listed, read, added, milliseconds, why, .. } = made;
         // Of `run` all is what a pod reports.
-        let (id, why) = (show::plain(id), why.as_deref().map(show::plain));
+        let (id, why) = (shell::plain(id), why.as_deref().map(shell::plain));
         let why = why.map_or(String::new(), |why| format!("full because {why}\n"));
         format!(
             "{id}: {kind}, {} listed, {} read, {} added to the repository, {:.1} s\n{why}",
@@ -279,7 +279,7 @@ fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> 
         format!(
             "{} is in {}: {} written, {} cleared\n",
             restored.id,
-            show::plain(&restored.to.to_string_lossy()),
+            shell::plain(&restored.to.to_string_lossy()),
             HumanBytes(restored.written),
             HumanBytes(restored.cleared)
         )
@@ -306,7 +306,7 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
                 bytes => format!("{} differ", HumanBytes(bytes)),
             };
             let bytes = HumanBytes(compared.bytes);
-            let device = show::plain(&device.to_string_lossy());
+            let device = shell::plain(&device.to_string_lossy());
             text + &format!("{} and {device}: {bytes} compared, {verdict}\n", compared.id)
         })?;
         return Ok(verdict(compared.differing_bytes == 0));
@@ -329,7 +329,7 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
                 (Some(start), Some(end)) => format!(", bytes {start} to {end}"),
                 _ => String::new(),
             };
-            text += &format!("{}{place}: {}\n", show::plain(backup), show::plain(&damage.what));
+            text += &format!("{}{place}: {}\n", shell::plain(backup), shell::plain(&damage.what));
         }
         let unused = match report.unused {
             None | Some(0) => String::new(),
@@ -381,7 +381,7 @@ fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
         .collect();
     context.print(&listed, || text_of(&listed))?;
     for damaged in &damaged {
-        shell::say!("{NAME}: {}", show::plain(damaged));
+        shell::say!("{NAME}: {}", shell::plain(damaged));
     }
     Ok(verdict(damaged.is_empty()))
 }
@@ -426,7 +426,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
     context.tell(&pruned, || {
         let would = if arguments.dry_run { "would be " } else { "" };
         let removed: String =
-            pruned.removed.iter().map(|id| format!("{} {would}removed\n", show::plain(id))).collect();
+            pruned.removed.iter().map(|id| format!("{} {would}removed\n", shell::plain(id))).collect();
         format!(
             "{removed}{} {would}removed, {} kept; {} {would}freed, {} of them written anew\n",
             shell::count(pruned.removed.len(), "backup"),

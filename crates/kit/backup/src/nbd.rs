@@ -463,7 +463,7 @@ fn requests(export: &Export, stream: &mut UnixStream, agreed: Agreed) -> std::io
             _ => Ok(Answer::Error(INVALID)),
         };
         let answer = made.unwrap_or_else(|error| {
-            let why = crate::show::plain(&base::report(&error));
+            let why = shell::plain(&base::report(&error));
             shell::say!("cbt-backup: {length} bytes at {offset}: {why}");
             Answer::Error(IO)
         });

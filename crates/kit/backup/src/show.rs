@@ -10,6 +10,7 @@ use base::{Endpoint, Stop};
 use indicatif::HumanBytes;
 use jiff::Timestamp;
 use serde::Serialize;
+use shell::plain;
 use snapshot_metadata_client::Blocks;
 use tokio::runtime::Handle;
 
@@ -274,16 +275,7 @@ fn short(bytes: u64) -> String {
 /// The longest name in a table.
 const LONGEST_NAME: usize = 48;
 
-/// Text as a terminal may show it, on one line: what is in a repository, or the name of a file, may hold anything.
-pub fn plain(text: &str) -> String {
-    let escape = |c: char| match c {
-        '\\' | '"' | '\'' => c.to_string(),
-        c => c.escape_debug().to_string(),
-    };
-    text.chars().map(escape).collect()
-}
-
-/// The same of a name in a table, and not too long.
+/// A name in a table: on one line, and not too long.
 pub fn shown(name: &str) -> String {
     let text = plain(name);
     match text.char_indices().nth(LONGEST_NAME) {

@@ -342,7 +342,7 @@ impl Program {
 
 /// What the readiness probe at that port gets; 0 where nobody listens.
 pub async fn readiness(port: u16) -> (u16, String) {
-    scene::get(port, "/readyz").await.unwrap_or_default()
+    crate::http::get(port, "/readyz").await.unwrap_or_default()
 }
 
 /// A client that trusts this CA and finds the host at this address.

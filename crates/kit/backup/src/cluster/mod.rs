@@ -23,9 +23,9 @@ pub use objects::CLAIMED;
 use crate::arguments::{Cluster, RunArguments};
 use crate::error::{Error, Result, refused};
 use crate::repository::{About, random_digits};
-use crate::show::plain;
 use crate::wait::unless;
 use objects::{MANAGED_BY, OF_RUN, OURS, another, is_managed, not_of_a_run};
+use shell::plain;
 
 /// Between two looks at an object.
 const POLL: Duration = Duration::from_millis(500);

@@ -26,7 +26,6 @@ use super::MAX_NOTE;
 use super::directory::FileLock;
 use super::store::Store;
 use crate::error::{Error, Result, refused};
-use crate::show;
 
 /// A lock that was not written for so long is of a process that is gone.
 const LIFE: Duration = Duration::from_secs(600);
@@ -160,7 +159,7 @@ impl Lock {
                     let why = why.split(['\n', '<']).next().unwrap_or_default().trim_end_matches([':', ' ']);
                     shell::say!(
                         "cbt-backup: continues without a lock, so a prune meanwhile may make it fail: {}",
-                        show::plain(why)
+                        shell::plain(why)
                     );
                     return Ok(None);
                 }
@@ -173,7 +172,7 @@ impl Lock {
             };
             if !std::mem::replace(&mut is_told, true) {
                 // It names who holds the lock, in words that anybody may have written there.
-                let (seconds, why) = (wanted.wait.as_secs(), show::plain(&busy.why));
+                let (seconds, why) = (wanted.wait.as_secs(), shell::plain(&busy.why));
                 shell::say!("cbt-backup: waiting at most {seconds} s: {why}");
             }
             busy.wait(store, until)?;
