@@ -1,6 +1,7 @@
 //! `deltapath driver`: serves CSI on a socket until a signal stops it.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use crate::store::TupleStyle;
 use crate::sys;
 use base::Endpoint;
 use base::Quantity;
+use files::Context;
 
 /// How long calls under way may take to end after SIGTERM.
 const DRAIN: Duration = Duration::from_secs(20);
@@ -106,8 +108,8 @@ pub(super) struct Arguments {
     /// How many bytes a second all transfers from other nodes to this one may take together, such as 100Mi. Default: no limit.
     #[arg(long, value_name = "SIZE", requires = "router_listen", value_parser = transfer_rate)]
     transfer_rate: Option<Quantity>,
-    /// The process of the demo that this driver is for. Should it be killed, the driver ends too, and takes the directory of
-    /// the demo away.
+    /// The process of the demo that this driver is for. The driver makes the directory of the demo; should the demo be killed, the
+    /// driver ends too, and takes it away.
     #[arg(long, hide = true, value_name = "PID", requires = "data_dir")]
     demo: Option<i32>,
 }
@@ -196,11 +198,13 @@ fn run_to_the_end(arguments: Arguments) -> Done {
         let _entered = runtime.enter();
         Signals::watch()?
     };
-    if let Some(demo) = arguments.demo {
+    if let Some((demo, dir)) = arguments.demo.zip(arguments.data_dir.parent()) {
         nix::sys::prctl::set_pdeathsig(Signal::SIGTERM)?;
         if Pid::parent().as_raw() != demo {
             return Err("the demo is gone".into());
         }
+        // Not by the demo: should it be killed before there is a driver, nobody would take the directory away.
+        std::fs::DirBuilder::new().mode(0o700).create(dir).context("create", dir)?;
     }
     let data_dir = arguments.data_dir.clone();
     let driver = Driver::open(Config {

@@ -1,16 +1,15 @@
 //! The driver of the demo: this very program in a process of its own, in a directory of its own.
 
 use std::error::Error;
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
-
 use crate::pool::PoolRequest;
 use crate::sys::sweep::sweep;
-use base::{Quantity, Stop};
+use base::{DataDirKey, Quantity, Stop};
 use csi_client::{Client, block_capability};
 
 /// How long the driver may take to answer, and to end.
@@ -18,7 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) struct Host {
     child: Child,
-    dir: TempDir,
+    /// Made by the driver.
+    dir: PathBuf,
     /// Connected to the driver.
     pub client: Client,
     published: Vec<String>,
@@ -32,14 +32,14 @@ impl Host {
         size: Quantity,
         stop: &Stop,
     ) -> Result<Self, Box<dyn Error>> {
-        let dir = tempfile::Builder::new().prefix("deltapath-demo-").tempdir_in(work_dir);
-        let dir = dir.map_err(|error| {
+        let log = tempfile::tempfile_in(work_dir).map_err(|error| {
             let text = error.to_string();
             // Without the name that was tried.
             let why = text.split(" at path ").next().unwrap_or_default();
             format!("--work-dir {}: {why}", work_dir.display())
         })?;
-        let (socket, log) = (dir.path().join("csi.sock"), dir.path().join("driver.log"));
+        let dir = std::path::absolute(work_dir)?.join(format!("deltapath-demo-{}", DataDirKey::random()?));
+        let socket = dir.join("csi.sock");
         let mut command = Command::new(std::env::current_exe()?);
         command
             .args(["driver", "--node-id", "demo", "--pool", pool.name()])
@@ -47,13 +47,13 @@ impl Host {
             .arg("--endpoint")
             .arg(format!("unix://{}", socket.display()))
             .arg("--data-dir")
-            .arg(dir.path().join("data"))
+            .arg(dir.join("data"))
             // Sparse: room for the volume, its snapshots and restores, whatever changes.
             .args(["--pool-size", &Quantity(size.0.saturating_mul(4).saturating_add(1 << 30)).to_string()])
             .env_remove("CSI_ENDPOINT")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(std::fs::File::create(&log)?)
+            .stderr(log.try_clone()?)
             // Ctrl-C is for the demo, which then ends the driver in order.
             .process_group(0);
         let mut child = command.spawn()?;
@@ -66,8 +66,9 @@ impl Host {
             if ended.is_some() || Instant::now() > deadline || stop.check().is_err() {
                 let _ = child.kill();
                 let _ = child.wait();
-                let _ = sweep(dir.path());
-                let said = std::fs::read_to_string(&log).unwrap_or_default();
+                take_away(&dir);
+                let mut said = String::new();
+                let _ = (&log).seek(SeekFrom::Start(0)).and_then(|_| (&log).read_to_string(&mut said));
                 let last = said.lines().last().unwrap_or("no error output").to_owned();
                 return Err(format!("the driver did not start: {last}").into());
             }
@@ -78,19 +79,19 @@ impl Host {
 
     /// A file of the demo's own.
     pub fn scratch(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+        self.dir.join(name)
     }
 
     /// Stages and publishes a Block volume, and returns its device.
     pub async fn attach(&mut self, volume_id: &str, readonly: bool) -> Result<PathBuf, csi_client::Error> {
         self.published.push(volume_id.to_owned());
-        let dir = self.dir.path().join("kubelet");
+        let dir = self.dir.join("kubelet");
         self.client.publish(volume_id, block_capability(), readonly, &dir).await
     }
 
     /// Unpublishes and unstages it.
     pub async fn detach(&mut self, volume_id: &str) -> Result<(), csi_client::Error> {
-        let dir = self.dir.path().join("kubelet");
+        let dir = self.dir.join("kubelet");
         self.client.unpublish(volume_id, &dir).await?;
         self.published.retain(|published| published != volume_id);
         Ok(())
@@ -126,7 +127,7 @@ impl Host {
                 }
             }
         }
-        left.extend(take_away(&self.dir.keep()));
+        left.extend(take_away(&self.dir));
         left
     }
 }
