@@ -204,6 +204,7 @@ fn run_to_the_end(arguments: Arguments) -> Done {
             return Err("the demo is gone".into());
         }
         // Not by the demo: should it be killed before there is a driver, nobody would take the directory away.
+        #[expect(clippy::disallowed_methods, reason = "a demo need not outlive the power")]
         std::fs::DirBuilder::new().mode(0o700).create(dir).context("create", dir)?;
     }
     let data_dir = arguments.data_dir.clone();
