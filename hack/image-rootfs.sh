@@ -39,7 +39,7 @@ fi
 # shellcheck source=hack/buildah.sh
 . hack/buildah.sh
 programs=$deps/programs
-# Puts a program where the build stage puts it. It is not static: images of one file get its libraries, too.
+# Puts a program where the build stage puts it. It is not static, so an image without Debian gets its libraries, too.
 put() { # PROGRAM DIRECTORY [with libraries]
     local library
     install -D "target/debug/$1" "$programs/out/$2/$1"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds all tests and runs them as one pool, so that the cores are busy to the end: each integration test is a process,
 # the longest first (hack/test-times), and one that hangs is ended and named. Unit tests run a program at a time. Retries nothing.
-# Most tests wait more than they work. Those that work take turns: one for each core, so that no test waits for a core all the time.
+# Tests that compute more than they wait run one for each core, and the others at the same time: so the cores are busy, and no test is
+# starved.
 #
 #   run-tests.sh [--without-go] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
 #
@@ -99,7 +100,7 @@ export -f run_one
 plan >"$work/plan"
 [ -s "$work/plan" ] || { echo "run-tests: no test has ${filter@Q} in its name" >&2 && exit 2; }
 
-# When all that works is done, its places are for what waits: xargs runs one more at once for each SIGUSR1.
+# When the first queue is empty, the second gets its places: xargs runs one more at once for each SIGUSR1.
 queue() { # works|waits AT_ONCE
     exec xargs -d '\n' -r -n 1 -P "$2" bash -c 'run_one "$@"' _ < <(grep -F "	$1	" "$work/plan")
 }

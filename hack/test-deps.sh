@@ -33,7 +33,7 @@ if ! command -v go >/dev/null; then
     exit 1
 fi
 
-[ -e .deps/manifests/state ] || echo "test-deps: building what Go makes: ten minutes on two cores the first time, less with Go's cache"
+[ -e .deps/manifests/state ] || echo "test-deps: building the programs in Go: ten minutes on two cores the first time, less with Go's cache"
 
 # Whether what a directory of .deps was built from is still the same.
 fresh() { [ "$(cat ".deps/$1/state" 2>/dev/null)" = "$2" ]; }

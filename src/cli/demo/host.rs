@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -134,6 +135,11 @@ impl Host {
 
 /// Removes all that the demo made, after its driver has ended. Returns what could not be.
 pub fn take_away(dir: &Path) -> Vec<String> {
+    // Its driver may not have made it, and another user may have taken the name meanwhile.
+    let is_ours = |meta: std::fs::Metadata| meta.is_dir() && meta.uid() == nix::unistd::geteuid().as_raw();
+    if !std::fs::symlink_metadata(dir).is_ok_and(is_ours) {
+        return Vec::new();
+    }
     let mut left = sweep(dir).unwrap_or_else(|error| vec![error.to_string()]);
     if let Err(error) = std::fs::remove_dir_all(dir) {
         left.push(format!("{}: {error}", dir.display()));

@@ -40,7 +40,7 @@ struct State {
     waiting_extents: usize,
     segments: Vec<SegmentRef>,
     sent: Vec<JoinHandle<Result<()>>>,
-    /// Why a pack was not stored. What is in work refers to it, so nothing more is taken, and nothing is finished.
+    /// Why a pack was not stored. The pack that was open then is lost, too, so nothing more is sent, and nothing is finished.
     failed: Option<String>,
     /// Packs that are sent and not durable yet.
     in_flight: Arc<Mutex<HashSet<[u8; 32]>>>,
