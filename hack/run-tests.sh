@@ -102,6 +102,7 @@ plan >"$work/plan"
 
 # When the first queue is empty, the second gets its places: xargs runs one more at once for each SIGUSR1.
 queue() { # works|waits AT_ONCE
+    trap '' USR1 # It would end an xargs that has only begun.
     exec xargs -d '\n' -r -n 1 -P "$2" bash -c 'run_one "$@"' _ < <(grep -F "	$1	" "$work/plan")
 }
 cores=$(nproc)

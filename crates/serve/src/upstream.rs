@@ -120,9 +120,11 @@ impl Error {
     }
 }
 
-/// What is left of a call's time, as `grpc-timeout` has it: at most eight digits (gRPC over HTTP/2, "Timeout").
+/// What is left of a call's time, as `grpc-timeout` has it: at most eight digits (gRPC over HTTP/2, "Timeout"). It is rounded up, so
+/// that nobody gives a call up before its deadline.
 pub fn time_left(deadline: std::time::Instant) -> String {
-    match deadline.saturating_duration_since(std::time::Instant::now()).as_millis() {
+    let left = deadline.saturating_duration_since(std::time::Instant::now());
+    match left.as_nanos().div_ceil(1_000_000) {
         millis @ 0..=99_999_999 => format!("{millis}m"),
         millis => format!("{}S", (millis / 1000).min(99_999_999)),
     }

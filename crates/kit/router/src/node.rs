@@ -190,7 +190,7 @@ impl Node {
     ) -> Result<Bytes, Status> {
         let mut grpc = tonic::client::Grpc::new(self.link.channel());
         let call = async {
-            grpc.ready().await.map_err(|error| self.away(&error))?;
+            grpc.ready().await.map_err(|error| Status::from_error(error.into()))?;
             let mut request = Request::new(message);
             if let Some(left) = deadline.map(time_left) {
                 let left =
@@ -198,9 +198,9 @@ impl Node {
                 request.metadata_mut().insert("grpc-timeout", left);
             }
             let answer = grpc.unary(request, PathAndQuery::from_static(path), Passthrough).await;
-            answer.map(tonic::Response::into_inner).map_err(|status| self.status_of(status))
+            answer.map(tonic::Response::into_inner)
         };
-        within(deadline, call).await
+        within(deadline, call).await.map_err(|status| self.status_of(status))
     }
 
     /// Makes a call whose request is the router's own.

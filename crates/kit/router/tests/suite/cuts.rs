@@ -139,6 +139,27 @@ fn a_node_that_is_cut_off_or_frozen_holds_no_call_past_its_deadline(
     });
 }
 
+/// The channel to a node keeps the deadline of a call too, and has called the node unreachable when it was the first to end it.
+#[apply(device_test)]
+async fn a_call_that_meets_its_deadline_makes_its_node_no_lost_one() {
+    const CALLS: u64 = 16;
+    let mut cluster = Cluster::start(PoolKind::Dir, 1, &[]).await;
+    let volume_id = cluster.volume_on(0, "slow").await;
+    Fault::Freeze.strike(&mut cluster.nodes[0]);
+    let message = ControllerGetVolumeRequest { volume_id }.encode_to_vec();
+    let socket = &cluster.router().socket;
+    let calls = (0..CALLS).map(|call| {
+        let deadline = Duration::from_micros(200_000 + 5_300 * call);
+        code_of(socket, "/csi.v1.Controller/ControllerGetVolume", &message, deadline)
+    });
+    let codes = futures_util::future::join_all(calls).await;
+    Fault::Freeze.mend(&mut cluster.nodes[0]).await;
+    // The router's own server keeps the deadline as well, and calls it a cancelled call.
+    assert!(codes.iter().all(|code| [Code::DeadlineExceeded, Code::Cancelled].contains(code)), "{codes:?}");
+    assert!(!cluster.router().running.log().contains("a node is unreachable"));
+    cluster.finish();
+}
+
 /// A retry that crosses a partition: the first node has the volume, its answer is lost, and the router that is asked again has
 /// never heard of it.
 #[test_with::root]
