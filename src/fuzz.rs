@@ -10,7 +10,7 @@ use base::fuzz::Target;
 use crate::{csi, driver, store};
 
 /// Every target, by the name of its corpus and its file in `fuzz/fuzz_targets/`.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("ages", driver::fuzz::ages),
     ("authority", csi::fuzz::authority),
     ("capabilities", csi::fuzz::capabilities),
@@ -23,6 +23,7 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("quantities", base::fuzz::quantities),
     ("records", store::fuzz::records),
     ("tokens", driver::fuzz::tokens),
+    ("transfer", driver::transfer),
 ];
 
 /// Runs a target, for `fuzz/fuzz_targets/`.

@@ -23,7 +23,7 @@ mod transfer;
 mod volumes;
 
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use request::fuzz;
+pub(crate) use {request::fuzz, transfer::fuzz::transfer};
 
 pub use audit::check::{Discovery, Severity};
 pub use audit::inspect::{Inspected, Inspection};

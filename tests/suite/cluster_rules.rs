@@ -260,6 +260,31 @@ fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
     }
 }
 
+/// SECURITY.md, "Privileges".
+#[test]
+fn every_container_of_ours_but_the_drivers_has_no_right_that_it_can_do_without() {
+    let mut locked = BTreeSet::new();
+    for (found, pod) in pods(objects()) {
+        for container in containers(pod) {
+            let image = container["image"].as_str().expect("an image").split(':').next().expect("a name");
+            let is_ours = ["deltapath", "cbt-"].iter().any(|prefix| image.starts_with(prefix));
+            let context = &container["securityContext"];
+            if !is_ours || context["privileged"] == true {
+                continue;
+            }
+            let who = format!("{}: {}", found.source, name(container));
+            assert_eq!(strings(&context["capabilities"]["drop"]), ["ALL"], "{who}");
+            assert_eq!(context["readOnlyRootFilesystem"], true, "{who}");
+            assert_eq!(context["allowPrivilegeEscalation"], false, "{who}");
+            let profile = |of: &Value| of["seccompProfile"]["type"] == "RuntimeDefault";
+            assert!(profile(context) || profile(&pod["securityContext"]), "{who} has no seccomp profile");
+            locked.insert(image);
+        }
+    }
+    let ours = ["cbt-backup", "cbt-earlier", "cbt-lab", "deltapath-gateway", "deltapath-router"];
+    assert_eq!(locked.into_iter().collect::<Vec<_>>(), ours);
+}
+
 #[test]
 fn every_image_is_pinned_and_of_one_version() {
     let mut versions: BTreeMap<&str, &str> = BTreeMap::new();

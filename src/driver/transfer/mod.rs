@@ -21,6 +21,8 @@
 //! is removed if DeleteVolume names it, if the source is gone or damaged, or if CreateVolume is not called for an hour.
 
 pub(in crate::driver) mod begin;
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) mod fuzz;
 pub(in crate::driver) mod holes;
 pub(in crate::driver) mod plan;
 pub(in crate::driver) mod receive;

@@ -2,7 +2,6 @@
 //! knows no writes. Clients that ask for structured replies may also ask which parts hold data (`base:allocation`), and need
 //! not read the others.
 
-use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -10,14 +9,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
 use base::Stop;
 use files::Context;
 
 use crate::error::{Error, Result, refused};
-use crate::repository::pack::Packs;
-use crate::repository::{BLOCK, Index, Piece, Repository, SEGMENT, pieces};
+
+pub use export::Export;
+
+mod export;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 
 const MAGIC: u64 = 0x4e42_444d_4147_4943;
 const OPTION: u64 = 0x4948_4156_454f_5054;
@@ -40,159 +41,44 @@ const ALLOCATION_ID: u32 = 1;
 const LONGEST_STATUS: usize = 4096;
 /// Connections at once.
 const CONNECTIONS: usize = 16;
-/// Maps of segments that are remembered, and parts of 256 KiB with their bytes: 64 MiB.
-const SEGMENTS: usize = 64;
-const PART: u64 = 256 << 10;
-const PARTS: usize = 256;
-
-/// What is served.
-pub struct Export {
-    repository: Repository,
-    index: Index,
-    sector: u32,
-    segments: Mutex<VecDeque<(u32, Arc<Vec<Piece>>)>>,
-    parts: Mutex<VecDeque<(u64, Arc<Vec<u8>>)>>,
-}
-
-/// Looks for something among what was used last, and makes it where it is not there.
-fn remembered<K: Copy + PartialEq, V>(
-    queue: &Mutex<VecDeque<(K, Arc<V>)>>,
-    key: K,
-    most: usize,
-    make: impl FnOnce() -> Result<V>,
-) -> Result<Arc<V>> {
-    let lock = || queue.lock();
-    {
-        let mut queue = lock();
-        let place = queue.iter().position(|(of, _)| *of == key);
-        if let Some((_, value)) = place.and_then(|place| queue.remove(place)) {
-            queue.push_back((key, value.clone()));
-            return Ok(value);
-        }
-    }
-    let value = Arc::new(make()?);
-    let mut queue = lock();
-    queue.push_back((key, value.clone()));
-    if queue.len() > most {
-        queue.pop_front();
-    }
-    Ok(value)
-}
-
-impl Export {
-    /// A backup with sectors of 512 or 4096 bytes.
-    pub fn new(repository: Repository, index: Index, sector: u32) -> Self {
-        Export { repository, index, sector, segments: Mutex::default(), parts: Mutex::default() }
-    }
-
-    /// Whole sectors. Behind the end of the volume there are zeros.
-    fn size(&self) -> u64 {
-        self.index.about.size.next_multiple_of(self.sector.into())
-    }
-
-    fn segment(&self, number: u32) -> Result<Arc<Vec<Piece>>> {
-        remembered(&self.segments, number, SEGMENTS, || {
-            let mut packs = Packs::default();
-            let segment = self.repository.segment_at(&self.index, number, &mut packs)?;
-            Ok(pieces(number, &segment.extents, &packs))
-        })
-    }
-
-    fn part(&self, number: u64) -> Result<Arc<Vec<u8>>> {
-        remembered(&self.parts, number, PARTS, || {
-            let (start, end) = (number * PART, (number + 1) * PART);
-            let segment = self.segment((start / SEGMENT) as u32)?;
-            let last = |piece: &Piece| piece.offset + u64::from(piece.blocks) * BLOCK;
-            let first = segment.partition_point(|piece| last(piece) <= start);
-            let inside = segment[first..].iter().take_while(|piece| piece.offset < end).map(|piece| {
-                let (from, to) = (piece.offset.max(start), last(piece).min(end));
-                Piece {
-                    offset: from,
-                    blocks: ((to - from) / BLOCK) as u32,
-                    skip: piece.skip + ((from - piece.offset) / BLOCK) as u32,
-                    ..*piece
-                }
-            });
-            let mut bytes = vec![0; PART as usize];
-            self.repository.fetch(inside.collect(), &mut |piece, content| {
-                let at = (piece.offset - start) as usize;
-                bytes[at..at + content.len()].copy_from_slice(content);
-                Ok(())
-            })?;
-            Ok(bytes)
-        })
-    }
-
-    fn read(&self, offset: u64, length: u32) -> Result<Vec<u8>> {
-        let end = offset + u64::from(length);
-        let mut bytes = Vec::with_capacity(length as usize);
-        let mut position = offset;
-        while position < end {
-            let part = self.part(position / PART)?;
-            let from = (position % PART) as usize;
-            let to = (from as u64 + (end - position)).min(PART) as usize;
-            bytes.extend_from_slice(&part[from..to]);
-            position += (to - from) as u64;
-        }
-        Ok(bytes)
-    }
-}
+/// What is best read at once, as clients are told: 256 KiB.
+const PREFERRED: u32 = 256 << 10;
 
 /// A part of a range: its length, and whether it holds data.
-type Status = (u64, bool);
+pub type Status = (u64, bool);
 
-impl Export {
-    /// The first parts of a range, at most so many.
-    fn status(&self, offset: u64, length: u32, most: usize) -> Result<Vec<Status>> {
-        let end = offset + u64::from(length);
-        let mut parts: Vec<Status> = Vec::new();
-        let mut position = offset;
-        while position < end && parts.len() <= most {
-            let number = (position / SEGMENT) as u32;
-            let stop = end.min((u64::from(number) + 1) * SEGMENT);
-            let mut until = |next: u64, is_data: bool| {
-                let length = next.saturating_sub(position);
-                match parts.last_mut().filter(|last| last.1 == is_data) {
-                    Some(last) => last.0 += length,
-                    None if length > 0 => parts.push((length, is_data)),
-                    None => {}
-                }
-                position = position.max(next);
-            };
-            let is_empty = self.index.segment(number).is_none();
-            // Those that hold nothing are many, and are not remembered.
-            let segment = if is_empty { Arc::default() } else { self.segment(number)? };
-            for piece in segment.iter().take_while(|piece| piece.offset < stop) {
-                until(piece.offset, false);
-                until(stop.min(piece.offset + u64::from(piece.blocks) * BLOCK), true);
-            }
-            until(stop, false);
-        }
-        parts.truncate(most);
-        Ok(parts)
-    }
+/// What is served. Ranges are whole sectors, and inside.
+pub trait Disk: Send + Sync + 'static {
+    fn name(&self) -> &str;
+    /// Bytes, in whole sectors.
+    fn size(&self) -> u64;
+    /// Bytes: 512 or 4096.
+    fn sector(&self) -> u32;
+    fn read(&self, offset: u64, length: u32) -> Result<Vec<u8>>;
+    /// The first parts of a range, at most `most`.
+    fn status(&self, offset: u64, length: u32, most: usize) -> Result<Vec<Status>>;
 }
 
 /// Serves until `stop` is set. The socket is made, and removed in the end.
-pub fn serve(export: Export, socket: &Path, stop: &Stop) -> Result<()> {
+pub fn serve(disk: impl Disk, socket: &Path, stop: &Stop) -> Result<()> {
     let listener = listen(socket)?;
     let _gone = Socket(socket.to_owned());
     files::change::set_mode(socket, 0o600)?;
     listener.set_nonblocking(true).context("listen at", socket)?;
     shell::say!(
         "cbt-backup: {} is served, read-only, at nbd+unix:///?socket={}; Ctrl-C ends it",
-        export.index.about.id,
+        disk.name(),
         socket.display()
     );
-    let export = Arc::new(export);
+    let disk = Arc::new(disk);
     let open = Arc::new(AtomicUsize::new(0));
     while stop.check().is_ok() {
         match listener.accept() {
-            Ok((stream, _)) if open.load(Ordering::Relaxed) < CONNECTIONS => {
-                let (export, open) = (export.clone(), open.clone());
+            Ok((mut stream, _)) if open.load(Ordering::Relaxed) < CONNECTIONS => {
+                let (disk, open) = (disk.clone(), open.clone());
                 open.fetch_add(1, Ordering::Relaxed);
                 let talk = move || {
-                    match stream.set_nonblocking(false).and_then(|()| talk(&export, stream)) {
+                    match stream.set_nonblocking(false).and_then(|()| talk(&*disk, &mut stream)) {
                         Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
                             tracing::warn!("a client's connection ended: {error}");
                         }
@@ -236,7 +122,7 @@ fn listen(socket: &Path) -> Result<UnixListener> {
     Ok(files::step("listen at", socket, || UnixListener::bind(socket))?)
 }
 
-fn number<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
+fn number<const N: usize>(stream: &mut (impl Read + Write)) -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     stream.read_exact(&mut bytes)?;
     Ok(bytes)
@@ -247,16 +133,16 @@ fn garbage(what: &str) -> std::io::Error {
 }
 
 /// One client: the handshake, then its requests.
-fn talk(export: &Export, mut stream: UnixStream) -> std::io::Result<()> {
+fn talk(disk: &impl Disk, stream: &mut (impl Read + Write)) -> std::io::Result<()> {
     stream.write_all(
         &[MAGIC.to_be_bytes().as_slice(), &OPTION.to_be_bytes(), &HANDSHAKE.to_be_bytes()].concat(),
     )?;
-    let flags = u32::from_be_bytes(number(&mut stream)?);
+    let flags = u32::from_be_bytes(number(stream)?);
     if flags & 1 == 0 {
         return Err(garbage("it does not speak the fixed newstyle of the protocol"));
     }
-    match shake(export, &mut stream, flags & 2 != 0)? {
-        Some(agreed) => requests(export, &mut stream, agreed),
+    match shake(disk, stream, flags & 2 != 0)? {
+        Some(agreed) => requests(disk, stream, agreed),
         None => Ok(()),
     }
 }
@@ -287,7 +173,11 @@ fn queries(content: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
 }
 
 /// Options until one begins the transmission; `None` where the client goes.
-fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::Result<Option<Agreed>> {
+fn shake(
+    disk: &impl Disk,
+    stream: &mut (impl Read + Write),
+    no_zeros: bool,
+) -> std::io::Result<Option<Agreed>> {
     const ACK: u32 = 1;
     const SERVER: u32 = 2;
     const INFO: u32 = 3;
@@ -295,7 +185,7 @@ fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::R
     const UNSUPPORTED: u32 = 0x8000_0001;
     const INVALID: u32 = 0x8000_0003;
     const UNKNOWN: u32 = 0x8000_0006;
-    let name = export.index.about.id.clone();
+    let name = disk.name();
     let is_known = |asked: &[u8]| asked.is_empty() || asked == name.as_bytes();
     let mut agreed = Agreed::default();
     loop {
@@ -320,7 +210,7 @@ fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::R
                 let zeros = [0; 124];
                 let zeros = if no_zeros { &zeros[..0] } else { &zeros[..] };
                 stream.write_all(
-                    &[export.size().to_be_bytes().as_slice(), &EXPORT.to_be_bytes(), zeros].concat(),
+                    &[disk.size().to_be_bytes().as_slice(), &EXPORT.to_be_bytes(), zeros].concat(),
                 )?;
                 return Ok(Some(agreed));
             }
@@ -344,9 +234,9 @@ fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::R
                     Some(asked) if !is_known(asked) => reply(UNKNOWN, b"there is no such export")?,
                     Some(_) => {
                         let (kind, size, flags) =
-                            (0u16.to_be_bytes(), export.size().to_be_bytes(), EXPORT.to_be_bytes());
+                            (0u16.to_be_bytes(), disk.size().to_be_bytes(), EXPORT.to_be_bytes());
                         reply(INFO, &[kind.as_slice(), &size, &flags].concat())?;
-                        let blocks = [export.sector, PART as u32, LONGEST].map(u32::to_be_bytes).concat();
+                        let blocks = [disk.sector(), PREFERRED, LONGEST].map(u32::to_be_bytes).concat();
                         reply(INFO, &[3u16.to_be_bytes().as_slice(), &blocks].concat())?;
                         reply(ACK, &[])?;
                         if option == 7 {
@@ -425,7 +315,7 @@ impl Answer {
     }
 }
 
-fn requests(export: &Export, stream: &mut UnixStream, agreed: Agreed) -> std::io::Result<()> {
+fn requests(disk: &impl Disk, stream: &mut (impl Read + Write), agreed: Agreed) -> std::io::Result<()> {
     const NOT_PERMITTED: u32 = 1;
     const IO: u32 = 5;
     const INVALID: u32 = 22;
@@ -440,24 +330,22 @@ fn requests(export: &Export, stream: &mut UnixStream, agreed: Agreed) -> std::io
         let cookie: [u8; 8] = number(stream)?;
         let offset = u64::from_be_bytes(number(stream)?);
         let length = u32::from_be_bytes(number(stream)?);
-        let sector = u64::from(export.sector);
+        let sector = u64::from(disk.sector());
         let is_aligned = offset.is_multiple_of(sector) && u64::from(length).is_multiple_of(sector);
-        let is_inside = offset.checked_add(length.into()).is_some_and(|end| end <= export.size());
+        let is_inside = offset.checked_add(length.into()).is_some_and(|end| end <= disk.size());
         let made = match command {
             // READ
-            0 if is_inside && is_aligned && length <= LONGEST => {
-                export.read(offset, length).map(Answer::Bytes)
-            }
+            0 if is_inside && is_aligned && length <= LONGEST => disk.read(offset, length).map(Answer::Bytes),
             // BLOCK_STATUS
             7 if is_inside && is_aligned && length > 0 && agreed.tells_allocation => {
                 let most = if flags & ONE == 0 { LONGEST_STATUS } else { 1 };
-                export.status(offset, length, most).map(Answer::Parts)
+                disk.status(offset, length, most).map(Answer::Parts)
             }
             // DISCONNECT
             2 => return Ok(()),
             // WRITE brings its bytes along.
             1 => {
-                std::io::copy(&mut stream.take(length.into()), &mut std::io::sink())?;
+                std::io::copy(&mut Read::take(&mut *stream, length.into()), &mut std::io::sink())?;
                 Ok(Answer::Error(NOT_PERMITTED))
             }
             _ => Ok(Answer::Error(INVALID)),

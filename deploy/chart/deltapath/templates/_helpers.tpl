@@ -100,10 +100,11 @@ capacity a second makes the first pods of a new StorageClass wait for its turn. 
 {{ include "deltapath.sidecar" (dict "root" . "elected" $elected "name" "csi-external-health-monitor-controller" "version" "v0.19.0" "args" (list "--list-volumes-interval=1m")) }}
 {{- end }}
 
-{{- define "deltapath.backupResources" -}}
+{{- define "deltapath.backupBounds" -}}
 resources:
   requests:
     memory: 64Mi
   limits:
     memory: 512Mi
+{{ include "deltapath.locked" dict }}
 {{- end }}

@@ -109,6 +109,11 @@ impl Run<'_> {
                     "terminationMessagePath": REPORT,
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                     "resources": {"requests": {"memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+                    // Devices are root's: it is the user root, with no right more than to open what is its own.
+                    "securityContext": {
+                        "allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true,
+                        "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+                    },
                     "volumeDevices": [{"name": "source", "devicePath": DEVICE}],
                     "volumeMounts": mounts,
                 }],

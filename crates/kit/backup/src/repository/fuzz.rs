@@ -227,6 +227,7 @@ mod tests {
                     lock("Shared", r#","place":null,"started":null"#),
                 ],
             ),
+            ("backup_nbd", crate::nbd::fuzz::seeds::nbd()),
             (
                 "backup_pack",
                 [a_pack(&[zeros.clone(), noise.clone()]), a_pack(&[noise]), a_pack(&[zeros.clone(), zeros])],
