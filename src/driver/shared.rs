@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::driver::config::Config;
+use crate::driver::devices::ungrown;
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::{LockKey, OpGuard, OpLocks};
 use crate::pool::{Backend, OpenPool};
@@ -118,9 +119,10 @@ impl Shared {
         self.store.read(|index| index.volume(id).is_some())
     }
 
-    /// Truncates the volume's file to the size in its record, since an expansion may have been interrupted. No device is ever
-    /// larger than the record says, so no written data is lost. An expansion never leaves a file that is shorter.
-    pub(super) fn truncate_to_record(&self, record: &LockedVolume) -> Result<()> {
+    /// Undoes what an expansion or a growth that was interrupted left. No device is ever larger than the record says, so a file
+    /// that is longer is cut to that, and no written data is lost. An expansion never leaves a file that is shorter.
+    pub(super) fn undo_cut_expansion(&self, record: &LockedVolume) -> Result<()> {
+        ungrown::undo(&self.store, &record.id)?;
         let path = self.volume_data(&record.id);
         let length = std::fs::metadata(&path).context("stat", &path)?.len();
         check_whole(&path, length, record.capacity)?;

@@ -53,7 +53,7 @@ impl Driver {
     /// 10. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never call for them.
     ///
     /// Afterwards the hashing thread hashes what is pending and applies the retention (`Hashing::run`), and calls are served.
-    /// What an interrupted expansion left is undone when the volume is used next (`volumes/expand.rs`, `truncate_to_record`).
+    /// What an interrupted expansion left is undone when the volume is used next (`volumes/expand.rs`, `undo_cut_expansion`).
     /// Devices and mounts are looked up by each call.
     pub fn open(mut config: Config) -> Result<Self> {
         let locked = LockedDir::lock(DataDir::new(&config.data_dir), LOCK_PATIENCE)?;

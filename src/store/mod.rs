@@ -256,6 +256,25 @@ impl Store {
         self.draft(id.as_str())
     }
 
+    /// Starts the copy of a volume's bytes that is kept while its filesystem grows. The pool makes it.
+    pub fn draft_ungrown(&self, id: &VolumeId) -> Result<Draft> {
+        self.draft(&format!("{id}.ungrown"))
+    }
+
+    /// Keeps it with the volume.
+    pub fn keep_ungrown(&self, mut draft: Draft, id: &VolumeId) -> Result<()> {
+        durable::rename(draft.dir.path(), self.dir.volume(id).ungrown().path())?;
+        draft.committed = true;
+        Ok(())
+    }
+
+    /// Ends it; it is removed when the answer is dropped.
+    pub fn drop_ungrown(&self, id: &VolumeId) -> Result<Draft> {
+        let gone = ObjectDir::new(self.dir.staging().join(format!("{id}.ungrown")));
+        durable::rename(self.dir.volume(id).ungrown().path(), gone.path())?;
+        Ok(self.draft_at(gone))
+    }
+
     fn draft(&self, name: &str) -> Result<Draft> {
         let dir = ObjectDir::new(self.dir.staging().join(name));
         durable::make_dir(dir.path())?;

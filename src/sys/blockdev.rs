@@ -5,6 +5,8 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
 use files::{Context, Result, step};
 
 /// Writes what the device's page cache holds to the device, and the device's own cache down.
@@ -15,6 +17,13 @@ use files::{Context, Result, step};
 pub fn flush(device: &Path) -> Result<()> {
     let file = File::open(device).context("open", device)?;
     step("flush", device, || file.sync_all())
+}
+
+/// Drops what the device's page cache holds and has written back: it is read again.
+pub fn forget(device: &Path) -> Result<()> {
+    let file = File::open(device).context("open", device)?;
+    Ok(posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+        .context("drop the cache of", device)?)
 }
 
 /// The size of a block device in bytes.

@@ -233,6 +233,11 @@ impl ObjectDir {
         self.bytes().join("data.img")
     }
 
+    /// `ungrown/`: a copy of a volume's bytes from before its filesystem began to grow.
+    pub fn ungrown(&self) -> ObjectDir {
+        ObjectDir(self.0.join("ungrown"))
+    }
+
     /// `allocated.map`: blocks that hold data.
     pub fn allocated(&self) -> PathBuf {
         self.0.join("allocated.map")

@@ -5,6 +5,7 @@ use std::path::Path;
 use crate::driver::devices::attached::shows;
 use crate::driver::devices::filesystem;
 use crate::driver::devices::superblock::Superblock;
+use crate::driver::devices::ungrown;
 use crate::driver::error::{Error, Result};
 use crate::driver::node::held::Held;
 use crate::driver::node::used::{Node, place};
@@ -76,11 +77,12 @@ impl Node {
     }
 
     /// Grows an ext4 that is not mounted to the size of its device.
-    pub(super) fn grow_unmounted(&self, device: &LoopDevice, fs_type: &str) -> Result<()> {
+    pub(super) fn grow_unmounted(&self, held: &Held, device: &LoopDevice, fs_type: &str) -> Result<()> {
         let growth = filesystem::growth(&device.path(), fs_type)?.filter(|_| fs_type == "ext4");
         let Some(growth) = growth else { return Ok(()) };
         self.check_room_to_grow(&growth)?;
-        filesystem::grow_unmounted(&device.path(), growth)
+        let grow = || filesystem::grow_unmounted(&device.path(), growth);
+        ungrown::guarded(self.shared.pool(), &self.shared.store, &held.record.id, grow)
     }
 
     /// Fails where the pool may lack room for what a growing filesystem writes. A write that fails on the way leaves an ext4 with errors

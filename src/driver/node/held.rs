@@ -35,7 +35,7 @@ impl Node {
     /// Locks a volume for a node call.
     pub(super) fn hold(&self, volume_id: &str) -> Result<Held> {
         let volume = self.lock_volume(volume_id)?;
-        self.shared.truncate_to_record(&volume)?;
+        self.shared.undo_cut_expansion(&volume)?;
         let LockedVolume { record, guard } = volume;
         let state = self.shared.store.volume_state(&record.id)?;
         let data = self.shared.volume_data(&record.id);

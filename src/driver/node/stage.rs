@@ -97,7 +97,7 @@ impl Node {
             _ => {
                 let fs_type = self.formatted(held, &device, staged, asked)?;
                 if !staged.read_only {
-                    is_grown(held, self.grow_unmounted(&device, &fs_type))?;
+                    is_grown(held, self.grow_unmounted(held, &device, &fs_type))?;
                 }
                 filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
                 // A user may have unmounted it while it was frozen: then every write would hang.

@@ -102,7 +102,7 @@ impl Snapshots {
         let draft = self.shared.store.draft_group(&id)?;
         let mut snapshots = Vec::new();
         for volume in volumes {
-            self.shared.truncate_to_record(volume)?;
+            self.shared.undo_cut_expansion(volume)?;
             let record = self.new_record("", Some(id.clone()), volume, parameters.tuple_style)?;
             snapshots.push(NewSnapshot {
                 draft: draft.member(&record.id)?,

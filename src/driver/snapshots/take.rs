@@ -72,7 +72,7 @@ impl Snapshots {
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
         self.shared.check_room()?;
-        self.shared.truncate_to_record(volume)?;
+        self.shared.undo_cut_expansion(volume)?;
         let record = self.new_record(name, None, volume, parameters.tuple_style)?;
         let draft = self.shared.store.draft_snapshot(&record.id)?;
         let volume = volume.record.clone();

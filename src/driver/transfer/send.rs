@@ -221,7 +221,7 @@ impl Sources {
     fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
         let found = self.shared.lock_volume(source)?;
         self.shared.check_room()?;
-        self.shared.truncate_to_record(&found)?;
+        self.shared.undo_cut_expansion(&found)?;
         let record = self.snapshots.new_record("", None, &found, None)?;
         let draft = self.shared.store.draft_snapshot(&record.id)?;
         let mut new =

@@ -29,7 +29,7 @@ impl Volumes {
     /// Makes a volume larger, in use or not. Succeeds if it is large enough already. Snapshots keep their size.
     ///
     /// 1. Extend the file and sync it. After a crash the record still has the old size, and the next use truncates the file
-    ///    to it ([`Shared::truncate_to_record`](crate::driver::shared::Shared::truncate_to_record)). No device shows the new part yet.
+    ///    to it ([`Shared::undo_cut_expansion`](crate::driver::shared::Shared::undo_cut_expansion)). No device shows the new part yet.
     /// 2. Replace the record: this is the commit.
     /// 3. Grow the device. After a crash before this step, stage, publish, a retry or `NodeExpandVolume` grows it.
     pub fn expand(
@@ -46,7 +46,7 @@ impl Volumes {
             Some(kind) => kind != AccessKind::Block,
             None => record.fs_type().is_some(),
         };
-        self.shared.truncate_to_record(&volume)?;
+        self.shared.undo_cut_expansion(&volume)?;
         let capacity = self.capacity.of_expanded(record.capacity, record.block_size, range)?;
         let path = self.shared.volume_data(&record.id);
         let device = LoopDevice::find(&path)?;

@@ -297,7 +297,7 @@ impl Volumes {
     }
 
     fn volume_content(&self, record: &LockedVolume) -> Result<Content> {
-        self.shared.truncate_to_record(record)?;
+        self.shared.undo_cut_expansion(record)?;
         let dir = self.shared.store.dir().volume(&record.id);
         Ok(Content {
             source: Source::Volume(record.id.clone()),
