@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 use tokio::runtime::Handle;
-use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use super::transfer::{MAX_MESSAGE, decode_blocks, encode_blocks};
 use crate::driver::{Blocks, Opened, Remote, RemoteFault};
 use base::{BlockSize, ByteRange, DataDirKey, Stop};
 use cbt::SegmentIndex;
+use proto::answers::Checked;
 use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::{BlocksRequest, CloseRequest, MapRequest, OpenRequest, ReadResponse};
 use serve::mutual::Mutual;
@@ -31,7 +31,7 @@ const HASHED: u64 = 8 << 20;
 /// A source on another node, as its driver gives it out.
 pub(super) struct Puller {
     runtime: Handle,
-    client: TransferClient<Channel>,
+    client: TransferClient<Checked>,
     node: String,
     ticket: Vec<u8>,
     source: String,
@@ -262,7 +262,7 @@ mod tests {
         let channel = tonic::transport::Endpoint::from_shared(format!("http://{address}"));
         let mut puller = Puller {
             runtime: runtime.handle().clone(),
-            client: TransferClient::new(channel.expect("a URI").connect_lazy()),
+            client: TransferClient::new(Checked(channel.expect("a URI").connect_lazy())),
             node: "the node".to_owned(),
             ticket: Vec::new(),
             source: source.to_owned(),

@@ -25,10 +25,11 @@ use rustls::{
     ServerConfig, SignatureScheme,
 };
 
+use proto::answers::Checked;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Endpoint, Uri};
 
 use crate::certificate::{self, Pair, Pem, Tried, Validity};
 use crate::identity::{Identity, Role};
@@ -194,7 +195,7 @@ impl Mutual {
 
     /// A channel to the node with this key, which connects when it is used. A connection takes no longer than `patience`, and
     /// ends when the node is silent for twice as long.
-    pub fn channel(self: &Arc<Self>, address: &str, key: &str, patience: Duration, window: u32) -> Channel {
+    pub fn channel(self: &Arc<Self>, address: &str, key: &str, patience: Duration, window: u32) -> Checked {
         let (tls, address, key) = (self.clone(), address.to_owned(), key.to_owned());
         let connect = tower::service_fn(move |_: Uri| {
             let (tls, address, key) = (tls.clone(), address.clone(), key.clone());
@@ -210,13 +211,14 @@ impl Mutual {
                 }
             }
         });
-        Endpoint::from_static("http://node")
+        let channel = Endpoint::from_static("http://node")
             .initial_stream_window_size(window)
             .initial_connection_window_size(window)
             .max_frame_size(FRAME)
             .http2_keep_alive_interval(patience)
             .keep_alive_timeout(patience)
-            .connect_with_connector_lazy(connect)
+            .connect_with_connector_lazy(connect);
+        Checked(channel)
     }
 
     /// Connects to a node. The key of its data directory, which its certificate names, is for the caller to look at.

@@ -29,6 +29,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Request, Status};
 
 use crate::passthrough::Passthrough;
+use proto::answers::Checked;
 use proto::node::DescribeResponse;
 
 /// How tonic begins the status of a message that is larger than it takes, 4 MiB.
@@ -82,8 +83,8 @@ impl Link {
     }
 
     /// For typed calls.
-    pub fn channel(&self) -> Channel {
-        self.channel.clone()
+    pub fn channel(&self) -> Checked {
+        Checked(self.channel.clone())
     }
 
     /// The key in the certificate that was shown; none before there was a connection.

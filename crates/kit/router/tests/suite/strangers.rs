@@ -1,8 +1,8 @@
 //! Promise: a node that lies, or that is taken for another, is named in an error and harms nobody else.
 
 use std::pin::Pin;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use csi_client::{Client, block_capability, new_volume};
@@ -11,8 +11,10 @@ use proto::ListVolumesRequest;
 use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
 use serve::identity::Role;
 use serve::relay::frame_bytes;
-use testkit::cluster::{Cluster, Router, uri, within};
+use testkit::cluster::{Cluster, Router, eventually, uri, within};
 use testkit::{MIB, PoolKind, free_port, played};
+use tonic::codegen::http::{HeaderMap, HeaderValue};
+use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
 const KEY: &str = "0badcafe";
@@ -25,11 +27,21 @@ pub async fn play(
     certificate: &str,
     answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static,
 ) -> String {
+    play_calls(cluster, key, certificate, move |call, message| Ok(answers(call, message))).await
+}
+
+/// The same where calls may fail.
+async fn play_calls(
+    cluster: &Cluster,
+    key: &str,
+    certificate: &str,
+    answers: impl Fn(&str, Bytes) -> Result<Vec<u8>, Status> + Clone + Send + Sync + 'static,
+) -> String {
     cluster.authority.issue(cluster.dir.path(), certificate, &uri(&format!("node/{key}")));
     let tls = played::tls(cluster.dir.path(), certificate, Role::Node(key.to_owned()));
     let address = format!("127.0.0.1:{}", free_port());
     let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
-    played::serve(listener, tls, move |path, message| Ok(vec![frame_bytes(&answers(path, message))]));
+    played::serve(listener, tls, move |path, message| Ok(vec![frame_bytes(&answers(path, message)?)]));
     address
 }
 
@@ -142,6 +154,39 @@ macro_rules! lie {
             asked: |client| Box::pin(async { client.controller.$call($request).await.map(drop) }),
         }
     };
+}
+
+/// tonic panics at such details: the task that follows the address ended, and the node stayed away for good.
+#[apply(device_test)]
+async fn a_node_whose_status_cannot_be_read_is_asked_again() {
+    let mut cluster = Cluster::empty();
+    cluster.add_node(PoolKind::Dir, &[]).await;
+    let is_broken = Arc::new(AtomicBool::new(true));
+    let answers = {
+        let is_broken = is_broken.clone();
+        move |path: &str, message: Bytes| {
+            let mut broken = Status::failed_precondition("asleep");
+            let details =
+                [("grpc-status-details-bin".parse().expect("a name"), HeaderValue::from_static("***"))];
+            *broken.metadata_mut() = MetadataMap::from_headers(HeaderMap::from_iter(details));
+            match path.rsplit('/').next().unwrap_or_default() {
+                "Describe" if !is_broken.load(Ordering::Relaxed) => Ok(described(KEY, LIAR).encode_to_vec()),
+                "Find" => Ok(FindResponse::default().encode_to_vec()),
+                "Choose" => Ok(agreed(message)),
+                _ => Err(broken),
+            }
+        }
+    };
+    let address = play_calls(&cluster, KEY, LIAR, answers).await;
+    cluster.route(&[cluster.endpoints(), vec![address]].concat(), &[], 1).await;
+    eventually("it is asked", async || cluster.router().running.log().contains("asleep")).await;
+    is_broken.store(false, Ordering::Relaxed);
+    cluster.router().sees(2).await;
+    let request = within(&[topology(LIAR)], new_volume("new", 16 * MIB, block_capability()));
+    let refused = cluster.client().create_volume(request).await.expect_err("a status");
+    assert_eq!((refused.code(), refused.status.message()), (Code::FailedPrecondition, "asleep"));
+    cluster.volume_on(0, "honest").await;
+    cluster.finish();
 }
 
 #[apply(device_test)]

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use proto::answers::Checked;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::kubernetes::{
     GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
@@ -226,7 +227,8 @@ impl Cluster {
         options: &Options,
     ) -> Result<Answer, Wrong> {
         let channel = self.channel.clone()?;
-        let mut asking = Asking { client: SnapshotMetadataClient::new(channel), caller: caller.clone() };
+        let mut asking =
+            Asking { client: SnapshotMetadataClient::new(Checked(channel)), caller: caller.clone() };
         Self::read(&mut asking, question, options).await
     }
 }
@@ -247,7 +249,7 @@ fn channel(front: &Front, window: u32) -> Result<Channel, Wrong> {
 
 /// A connection, and whose name calls on it are made in.
 pub(super) struct Asking {
-    client: SnapshotMetadataClient<Channel>,
+    client: SnapshotMetadataClient<Checked>,
     caller: Caller,
 }
 
@@ -375,7 +377,7 @@ impl Subject for Cluster {
 
     async fn narrow(&self) -> Result<Asking, Wrong> {
         let channel = channel(&self.front, NARROW)?;
-        Ok(Asking { client: SnapshotMetadataClient::new(channel), caller: self.caller(READER) })
+        Ok(Asking { client: SnapshotMetadataClient::new(Checked(channel)), caller: self.caller(READER) })
     }
 
     async fn open(asking: &mut Asking, question: &Question, options: &Options) -> Result<Stream, Status> {
