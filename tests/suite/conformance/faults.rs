@@ -58,6 +58,7 @@ const FAULTS: &[(&str, &str)] = &[
     ("base-gone-is-empty", "base-deleted"),
     ("filesystem-is-error", "filesystem-volume"),
     ("filesystem-is-empty", "filesystem-volume"),
+    ("refuse:call=NodeStageVolume,code=INTERNAL", "filesystem-volume"),
     ("deadline-is-ok", "*-deadline"),
     ("lose-after-cancel", "*-cancel"),
     ("delete-ends-streams", "*-deleted-meanwhile"),

@@ -281,6 +281,12 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
     remarked_once(remarks)
 }
 
+/// Whether this is how a driver refuses what it does not have. All else is a fault of one that has it.
+fn is_not_made(refused: &Wrong) -> bool {
+    use tonic::Code::{FailedPrecondition, InvalidArgument, OutOfRange, Unimplemented};
+    matches!(refused.code(), Some(FailedPrecondition | InvalidArgument | OutOfRange | Unimplemented))
+}
+
 /// A volume with a filesystem is a row of blocks below it; the spec speaks of block volumes.
 pub(super) async fn filesystem(fixtures: &Fixtures) -> Judged {
     let bytes = fixtures.plugin.settings.volume_size;
@@ -291,10 +297,10 @@ pub(super) async fn filesystem(fixtures: &Fixtures) -> Judged {
     };
     let (volume, dir) = match made.await {
         Ok(made) => made,
-        Err(refused) if refused.is_silence() || refused.code().is_none() => return Err(refused),
-        Err(refused) => {
+        Err(refused) if is_not_made(&refused) => {
             return Ok(Verdict::NotShown(format!("the driver makes no Filesystem volume: {refused}")));
         }
+        Err(wrong) => return Err(wrong),
     };
     super::content::blocking(move |_| {
         let file = std::fs::File::create(dir.join("file"))?;

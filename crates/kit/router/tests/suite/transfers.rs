@@ -209,6 +209,49 @@ async fn only_what_differs_from_an_earlier_copy_is_transferred(#[values(Xfs, Btr
     cluster.finish();
 }
 
+/// Copies that fill the pool of their node keep no deletion there from working, of those that are whole and of the one that is not.
+#[apply(device_cases)]
+async fn a_pool_that_copies_fill_is_emptied(#[values(Btrfs, Xfs)] pool: PoolKind) {
+    let mut cluster = Cluster::empty();
+    cluster.add_node(pool, &[]).await;
+    cluster.add_node(pool, &["--pool-size", "400Mi"]).await;
+    cluster.route(&cluster.endpoints(), &[], 2).await;
+    let mut client = cluster.client();
+    let mut copies = Vec::new();
+    // The last one is refused at once, or while it is copied.
+    let (last, snapshot) = loop {
+        let number = copies.len();
+        let (origin, device) = cluster.nodes[0].rig.block_volume(&format!("origin {number}"), SIZE).await;
+        Content::default().write(&device, 0, BLOCKS - 1, number as u8 + 1);
+        let name = format!("snapshot {number}");
+        let snapshot = client.create_snapshot(&name, &origin).await.expect("CreateSnapshot").snapshot_id;
+        cluster.nodes[0].rig.detach(&origin).await;
+        let request = on(&cluster, 1, &format!("copy {number}"), from_snapshot(&snapshot));
+        match patiently!(client.create_volume(request.clone())) {
+            Ok(copy) => copies.push(copy.volume_id),
+            Err(full) if full.code() == Code::ResourceExhausted => break (request, snapshot),
+            Err(error) => panic!("copy {number}: {error}"),
+        }
+        assert!(number < 7, "a pool of 400 MiB holds {number} copies of 64 MiB");
+    };
+    assert!(copies.len() > 2, "only {} copies", copies.len());
+    for copy in copies.iter().rev() {
+        client.delete_volume(copy).await.expect("DeleteVolume");
+    }
+    // btrfs gives the space of a removed subvolume back after a while.
+    let pool_dir = cluster.nodes[1].rig.pool_dir();
+    eventually("there is room", async || {
+        files::durable::sync_filesystem(&pool_dir).expect("sync");
+        patiently!(client.clone().create_volume(last.clone())).is_ok()
+    })
+    .await;
+    let made = client.create_volume(last).await.expect("it is there").volume_id;
+    assert_same(&data(&cluster, 0, "snapshots", &snapshot), &data(&cluster, 1, "volumes", &made));
+    client.delete_volume(&made).await.expect("DeleteVolume");
+    nothing_is_left(&cluster).await;
+    cluster.finish();
+}
+
 /// Both ends are killed in the middle and come back: what is there is not fetched again.
 #[apply(device_test)]
 async fn a_cut_transfer_goes_on_where_it_was() {
