@@ -268,11 +268,12 @@ impl Store {
         Ok(())
     }
 
-    /// Ends it; it is removed when the answer is dropped.
-    pub fn drop_ungrown(&self, id: &VolumeId) -> Result<Draft> {
+    /// Removes it: once it is renamed into `staging/` it is no more, also after a crash.
+    pub fn remove_ungrown(&self, id: &VolumeId) -> Result<()> {
         let gone = ObjectDir::new(self.dir.staging().join(format!("{id}.ungrown")));
         durable::rename(self.dir.volume(id).ungrown().path(), gone.path())?;
-        Ok(self.draft_at(gone))
+        drop(self.draft_at(gone));
+        Ok(())
     }
 
     fn draft(&self, name: &str) -> Result<Draft> {

@@ -22,8 +22,7 @@ pub fn flush(device: &Path) -> Result<()> {
 /// Drops what the device's page cache holds and has written back: it is read again.
 pub fn forget(device: &Path) -> Result<()> {
     let file = File::open(device).context("open", device)?;
-    Ok(posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
-        .context("drop the cache of", device)?)
+    posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).context("drop the cache of", device)
 }
 
 /// The size of a block device in bytes.

@@ -32,7 +32,7 @@ pub(in crate::driver) fn guarded(
     pool.copy(&pool.open(&store.dir().volume(id))?, draft.dir(), how)?;
     store.keep_ungrown(draft, id)?;
     match grow() {
-        Ok(()) => Ok(drop(store.drop_ungrown(id)?)),
+        Ok(()) => Ok(store.remove_ungrown(id)?),
         Err(error) => undo(store, id).and(Err(error)),
     }
 }
@@ -62,7 +62,7 @@ pub(in crate::driver) fn undo(store: &Store, id: &VolumeId) -> Result<()> {
     if let Some(device) = &device {
         blockdev::forget(device)?;
     }
-    drop(store.drop_ungrown(id)?);
+    store.remove_ungrown(id)?;
     tracing::warn!(volume_id = %id, "the growth of its filesystem was cut short, and is undone");
     Ok(())
 }
