@@ -220,8 +220,8 @@ pub struct RestoreArguments {
     /// Volume of which `latest` is meant.
     #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
-    /// Write only what differs from this backup. The device or file must hold it, unchanged; `verify BACKUP --against`
-    /// tells.
+    /// Write only what differs from this backup. The device or file must hold it, unchanged. A part of it is compared before;
+    /// `verify BACKUP --against` compares all of it.
     #[arg(long, value_name = "BACKUP", value_parser = name, conflicts_with = "overwrite")]
     pub onto_base: Option<String>,
     /// Replace the content of a file that exists. It keeps its owner and mode, and a symbolic link is followed.

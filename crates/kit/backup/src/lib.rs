@@ -18,6 +18,7 @@ mod plan;
 mod progress;
 mod repository;
 mod restore;
+mod sampled;
 mod show;
 mod wait;
 

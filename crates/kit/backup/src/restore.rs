@@ -18,6 +18,7 @@ use crate::error::{Error, Result, refused};
 use crate::progress::Progress;
 use crate::repository::pack::Packs;
 use crate::repository::{BLOCK, Index, Repository, SEGMENT, Segment, pieces};
+use crate::sampled;
 use crate::wait::each;
 
 /// What a restore did.
@@ -58,6 +59,7 @@ pub fn run(
         }
         _ => {
             let place = target_of(to)?;
+            let _unchanged = unchanged(&place)?;
             let draft = Draft::beside(&place, "restoring")?;
             let (file, path) = (draft.file(), draft.path());
             change::set_len(file, path, index.about.size)?;
@@ -75,6 +77,15 @@ pub fn run(
             }
             Ok(restored)
         }
+    }
+}
+
+/// Keeps others from writing into a file that is replaced: what they write would be lost, and they would not know.
+fn unchanged(place: &Path) -> Result<Option<File>> {
+    let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(place).ok();
+    match file.as_ref().map(File::try_lock_shared) {
+        Some(Err(TryLockError::WouldBlock)) => Err(device::in_use(place)),
+        _ => Ok(file),
     }
 }
 
@@ -115,7 +126,7 @@ pub fn put_over(draft: Draft, place: &Path) -> Result<()> {
     Ok(draft.replace(place)?)
 }
 
-/// Writes what differs from an earlier backup, which the device or file holds.
+/// Writes what differs from an earlier backup, which the device or file holds: a part of that is compared first.
 pub fn onto(
     repository: &Repository,
     index: &Index,
@@ -133,6 +144,14 @@ pub fn onto(
         ));
     }
     let file = open_device(to, index)?;
+    let stored: Vec<u32> = base.segments.iter().map(|segment| segment.number).collect();
+    if let Some(offset) = sampled::differs(repository, base, &stored, false, &Device::open(to)?)? {
+        return Err(refused!(
+            "{} does not hold backup {}: at byte {offset} it differs; restore it whole, without --onto-base",
+            to.display(),
+            base.about.id
+        ));
+    }
     Job::new(repository, index, Some(base), &file, to).all(threads)
 }
 

@@ -1,22 +1,18 @@
 //! What is interrupted: it is noted while a backup works, so that a killed one goes on too, and gone on with by `--resume`
 //! where it is of the same data.
 
-use std::collections::HashSet;
-use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use files::AlignedBuffer;
-
 use super::Request;
 use super::state::State;
-use crate::device::{Device, Identity, is_zeros};
+use crate::device::{Device, Identity};
 use crate::error::Result;
 use crate::repository::index::envelope;
-use crate::repository::pack::Packs;
 use crate::repository::verify::as_index;
 use crate::repository::writer::Writer;
-use crate::repository::{About, BLOCK, Extent, Kind, Partial, Repository, SEGMENT, pieces};
+use crate::repository::{About, Kind, Partial, Repository};
+use crate::sampled;
 
 /// Between two notes of how far a backup is: longer and longer, so that they take no part of it that counts.
 const SOONEST: Duration = Duration::from_secs(1);
@@ -25,8 +21,6 @@ const LATEST: Duration = Duration::from_secs(60);
 const SHARE: u32 = 32;
 /// Between two looks at whether something has become durable.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Segments of which something is compared with the device, spread over all that are done.
-const SAMPLES: usize = 32;
 
 /// What was interrupted of the same backup, where it can be gone on with. Of others it is said why not.
 pub fn interrupted(repository: &Repository, request: &Request, device: &Device) -> Result<Option<Partial>> {
@@ -92,62 +86,12 @@ fn why_not(
     }
     // One that had lost its lock may have left what names packs that a prune has removed.
     repository.check_packs(&partial.packs, &of.id)?;
-    differs(repository, partial, request, device)
-}
-
-/// Compares a part of what is stored with the device.
-fn differs(
-    repository: &Repository,
-    partial: &Partial,
-    request: &Request,
-    device: &Device,
-) -> Result<Option<String>> {
     let mut done = partial.done.clone();
     done.sort_unstable();
-    let index = as_index(partial);
-    let mut buffer = AlignedBuffer::new(SEGMENT as usize / 1024);
-    for number in done.iter().step_by(done.len() / SAMPLES + 1) {
-        let mut packs = Packs::default();
-        let segment = repository.segment_at(&index, *number, &mut packs)?;
-        let mut found = None;
-        let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
-            let bytes = buffer.part(length);
-            device.read(offset, bytes)?;
-            if wanted.map_or(!is_zeros(bytes), |wanted| wanted != bytes) {
-                found = Some(format!("{} holds other data at byte {offset}", device.path().display()));
-            }
-            Ok(())
-        };
-        let chosen = sample(&segment.extents);
-        repository.fetch(pieces(*number, &chosen, &packs), &mut |piece, bytes| {
-            compare(piece.offset, Some(bytes), bytes.len())
-        })?;
-        // What no driver has called unused was read, and is zeros.
-        if let Some(gap) = gap(&segment.extents).filter(|_| request.asked.is_none()) {
-            let offset = u64::from(*number) * SEGMENT + u64::from(gap) * BLOCK;
-            compare(offset, None, BLOCK as usize)?;
-        }
-        if found.is_some() {
-            return Ok(found);
-        }
-    }
-    Ok(None)
-}
-
-/// The first, the middle and the last extent, and of each no more than a chunk may have.
-fn sample(extents: &[Extent]) -> Vec<Extent> {
-    let chosen = [0, extents.len() / 2, extents.len().saturating_sub(1)];
-    let chosen: HashSet<usize> = chosen.into_iter().filter(|place| *place < extents.len()).collect();
-    let short = |extent: &Extent| extent.cut(&(extent.start..extent.start + 16));
-    chosen.into_iter().filter_map(|place| short(&extents[place])).collect()
-}
-
-/// A block before the first extent or between two, in the middle.
-fn gap(extents: &[Extent]) -> Option<u32> {
-    let ends = std::iter::once(0).chain(extents.iter().map(Extent::end));
-    let gaps: Vec<Range<u32>> =
-        ends.zip(extents).map(|(end, next)| end..next.start).filter(|gap| !gap.is_empty()).collect();
-    gaps.get(gaps.len() / 2).map(|gap| gap.start.midpoint(gap.end))
+    // What no driver has called unused was read, and is zeros.
+    let zeros = request.asked.is_none();
+    let differs = sampled::differs(repository, &as_index(partial), &done, zeros, device)?;
+    Ok(differs.map(|offset| format!("{} holds other data at byte {offset}", device.path().display())))
 }
 
 /// Notes from time to time how far a backup is.

@@ -129,7 +129,35 @@ fn two_restores_do_not_write_to_one_file() {
     assert!(said.contains("another"), "{said}");
     let said = place.fails(1, &["verify", other, "--against", arg(&to)]);
     assert!(said.contains("another"), "{said}");
+    // The first one would end well, and the file would hold what this one has put in its place.
+    let said = place.fails(1, &["restore", one, "--to", arg(&to), "--overwrite"]);
+    assert!(said.contains("another"), "{said}");
     assert_eq!(go_on(first).status.code(), Some(0));
+    world.holds(&to, 1);
+}
+
+/// The incident: the file held another backup, and afterwards a mixture of both, with exit code 0.
+#[test]
+fn what_does_not_hold_the_base_is_not_written_onto() {
+    let world = World::new(20000);
+    let (place, to) = (&world.place, world.to());
+    let [(one, _), (other, _)] = &world.backups;
+    place.ok(&["restore", other, "--to", arg(&to)]);
+    let said = place.fails(1, &["restore", other, "--to", arg(&to), "--onto-base", one]);
+    assert!(said.contains("does not hold backup") && said.contains(one), "{said}");
+    world.holds(&to, 1);
+    std::fs::File::options()
+        .write(true)
+        .open(&to)
+        .and_then(|file| {
+            file.set_len(0)?;
+            file.set_len(SIZE)
+        })
+        .expect("cut");
+    place.fails(1, &["restore", other, "--to", arg(&to), "--onto-base", one]);
+    assert_eq!(to.metadata().expect("there").blocks(), 0);
+    place.ok(&["restore", one, "--to", arg(&to), "--overwrite"]);
+    place.ok(&["restore", other, "--to", arg(&to), "--onto-base", one]);
     world.holds(&to, 1);
 }
 

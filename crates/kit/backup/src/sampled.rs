@@ -1,0 +1,70 @@
+//! Whether a device holds what is stored of it, by a look at a part of that.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use files::AlignedBuffer;
+
+use crate::device::{Device, is_zeros};
+use crate::error::Result;
+use crate::repository::pack::Packs;
+use crate::repository::{BLOCK, Extent, Index, Repository, SEGMENT, pieces};
+
+/// Segments of which something is compared, spread over all.
+const SAMPLES: usize = 32;
+
+/// Where the device has other bytes than the backup, in `segments` of it; `None` if no difference is found. With `zeros` blocks that
+/// the backup does not have are compared too: they are zeros on the device.
+pub fn differs(
+    repository: &Repository,
+    index: &Index,
+    segments: &[u32],
+    zeros: bool,
+    device: &Device,
+) -> Result<Option<u64>> {
+    let mut buffer = AlignedBuffer::new(SEGMENT as usize / 1024);
+    for number in segments.iter().step_by(segments.len() / SAMPLES + 1) {
+        let mut packs = Packs::default();
+        let segment = repository.segment_at(index, *number, &mut packs)?;
+        let mut found = None;
+        let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
+            let bytes = buffer.part(length);
+            device.read(offset, bytes)?;
+            // A device may go on behind the volume.
+            let length = (length as u64).min(index.about.size - offset) as usize;
+            let bytes = &bytes[..length];
+            if wanted.map_or(!is_zeros(bytes), |wanted| &wanted[..length] != bytes) {
+                found = Some(offset);
+            }
+            Ok(())
+        };
+        let chosen = sample(&segment.extents);
+        repository.fetch(pieces(*number, &chosen, &packs), &mut |piece, bytes| {
+            compare(piece.offset, Some(bytes), bytes.len())
+        })?;
+        if let Some(gap) = gap(&segment.extents).filter(|_| zeros) {
+            let offset = u64::from(*number) * SEGMENT + u64::from(gap) * BLOCK;
+            compare(offset, None, BLOCK as usize)?;
+        }
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+/// The first, the middle and the last extent, and of each no more than a chunk may have.
+fn sample(extents: &[Extent]) -> Vec<Extent> {
+    let chosen = [0, extents.len() / 2, extents.len().saturating_sub(1)];
+    let chosen: HashSet<usize> = chosen.into_iter().filter(|place| *place < extents.len()).collect();
+    let short = |extent: &Extent| extent.cut(&(extent.start..extent.start + 16));
+    chosen.into_iter().filter_map(|place| short(&extents[place])).collect()
+}
+
+/// A block before the first extent or between two, in the middle.
+fn gap(extents: &[Extent]) -> Option<u32> {
+    let ends = std::iter::once(0).chain(extents.iter().map(Extent::end));
+    let gaps: Vec<Range<u32>> =
+        ends.zip(extents).map(|(end, next)| end..next.start).filter(|gap| !gap.is_empty()).collect();
+    gaps.get(gaps.len() / 2).map(|gap| gap.start.midpoint(gap.end))
+}
