@@ -48,7 +48,7 @@ impl Driver {
     ///    withheld. If the pool's filesystem is dead, no records are read, and pods can still be ended.
     /// 6. Take the room that deletions need on a full pool (`sys/reserve.rs`). Without it nothing new is made.
     /// 7. Thaw what the driver before left frozen (`snapshots/quiesce.rs`), since programs may be waiting for it.
-    /// 8. Undo settings on volumes that an interrupted copy left (`snapshots/quiesce.rs`).
+    /// 8. Undo what an interrupted copy, or growth of a filesystem, left on volumes (`snapshots/quiesce.rs`).
     /// 9. Take note of unfinished transfers: each continues with its next CreateVolume (`volumes/incoming.rs`).
     /// 10. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never call for them.
     ///
@@ -99,7 +99,7 @@ impl Driver {
         let shared = Arc::new(Shared { config, key, open_pool, store, locks, _lock: locked });
         let copier = Arc::new(Copier { shared: shared.clone(), read_errors: Arc::default() });
         copier.thaw_leftovers();
-        copier.end_cut_copies();
+        copier.end_cut_calls();
         let table = Arc::new(TransferTable::new(shared.clone()));
         table.take_up();
         let driver = Driver::of_parts(copier, table, cached);

@@ -237,9 +237,11 @@ fn clear_drafts(dir: &Path, start: &str, end: &str) {
         let random = name.to_str().and_then(|name| name.strip_prefix(start)?.strip_suffix(end));
         let is_draft =
             random.is_some_and(|of| of.len() == 16 && of.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        // Locked until it is gone: another may be about to lock what it has just made.
         if is_draft
             && entry.file_type().is_ok_and(|of| of.is_file())
-            && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok())
+            && let Ok(file) = File::open(entry.path())
+            && file.try_lock().is_ok()
         {
             let _ = change::remove_file(&entry.path());
         }
@@ -274,5 +276,25 @@ impl FileLock {
             }
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Draft;
+
+    /// One that cleared up gave its lock back before it removed a draft, which was another's by then.
+    #[test]
+    fn nobody_removes_a_draft_that_is_held() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("file");
+        let make = || {
+            for _ in 0..1000 {
+                let draft = Draft::beside(&path, "draft").expect("a draft");
+                std::thread::yield_now();
+                assert!(draft.path().exists(), "it is gone");
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(make))));
     }
 }

@@ -203,7 +203,12 @@ impl Audit<'_> {
     fn volume(&mut self, record: &VolumeRecord) -> Result<()> {
         let store = self.inspection.store();
         let dir = store.dir().volume(&record.id);
-        self.names(dir.path(), &[&dir.record(), &dir.state(), &dir.bytes()])?;
+        let ungrown = dir.ungrown();
+        self.names(dir.path(), &[&dir.record(), &dir.state(), &dir.bytes(), ungrown.path()])?;
+        if ungrown.path().exists() && !self.inspection.is_served() {
+            let what = "the growth of its filesystem was cut short; the next start undoes it";
+            self.add(Severity::Note, ungrown.path(), what);
+        }
         match length(&dir)? {
             Some(length) if length > record.capacity => {
                 let what = format!(

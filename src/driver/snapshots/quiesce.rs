@@ -12,6 +12,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::driver::devices::ungrown;
 use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::shared::Shared;
@@ -226,10 +227,14 @@ impl Copier {
         }
     }
 
-    /// Undoes settings on volumes that a driver left when it died during a copy.
-    pub(in crate::driver) fn end_cut_copies(&self) {
+    /// Undoes what a driver left on volumes when it died during a copy, or while a filesystem grew.
+    pub(in crate::driver) fn end_cut_calls(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.volumes_after(None).cloned().collect());
         for record in volumes {
+            if let Err(error) = ungrown::undo(&self.shared.store, &record.id) {
+                let error = base::report(&error);
+                tracing::warn!(volume_id = %record.id, error, "its next use undoes the growth of its filesystem, which was cut short");
+            }
             let direct = record.tuning.direct_io != Some(false);
             let dir = self.shared.store.dir().volume(&record.id);
             if let Err(error) = self.shared.pool().end_cut_copy(&dir, direct) {
