@@ -20,6 +20,7 @@ mod shared;
 mod snapshots;
 mod start;
 mod transfer;
+mod ungrown;
 mod volumes;
 
 #[cfg(any(test, feature = "fuzz"))]

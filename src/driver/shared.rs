@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::driver::config::Config;
-use crate::driver::devices::ungrown;
 use crate::driver::error::{Error, Result};
 use crate::driver::locks::{LockKey, OpGuard, OpLocks};
+use crate::driver::ungrown;
 use crate::pool::{Backend, OpenPool};
 use crate::store::{Attached, LockedDir, SnapshotRecord, Store, VolumeRecord};
 use base::VolumeId;

@@ -4,4 +4,3 @@
 pub(in crate::driver) mod attached;
 pub(in crate::driver) mod filesystem;
 pub(in crate::driver) mod superblock;
-pub(in crate::driver) mod ungrown;

@@ -12,10 +12,10 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::driver::devices::ungrown;
 use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::shared::Shared;
+use crate::driver::ungrown;
 use crate::pool::{Bytes, Copying};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;

@@ -18,7 +18,7 @@ use base::{BlockSize, Stop, VolumeId};
 use files::{Context, change};
 
 /// Grows the filesystem of a volume by `grow`. Where that fails it is as it was, if the pool copies at once.
-pub(in crate::driver) fn guarded(
+pub(super) fn guarded(
     pool: &dyn Backend,
     store: &Store,
     id: &VolumeId,
@@ -38,7 +38,7 @@ pub(in crate::driver) fn guarded(
 }
 
 /// Undoes a growth that was cut short. The caller holds the lock of the volume.
-pub(in crate::driver) fn undo(store: &Store, id: &VolumeId) -> Result<()> {
+pub(super) fn undo(store: &Store, id: &VolumeId) -> Result<()> {
     let volume = store.dir().volume(id);
     let (kept, data) = (volume.ungrown().data(), volume.data());
     let copy = match File::open(&kept) {
