@@ -38,11 +38,12 @@ pub async fn a_cut_connection_ends_the_work_and_the_same_place_goes_on(world: Wo
     world.url("slow").await;
     let (_, _, first) = program.get(&format!("{url}?maxEntries=1"), Some(&token)).await;
     let next = first["NextOffset"].as_str().expect("a place");
+    let before = driver.asked_of_one();
     let mut cut = program.connect(&[]).await;
     let request =
         format!("GET /{}/slow HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n", world.namespace);
     cut.write_all(request.as_bytes()).await.expect("write");
-    eventually("the driver is asked", async || !driver.asked.lock().unwrap().1.is_empty()).await;
+    eventually("the driver is asked", async || driver.asked_of_one() > before).await;
     let rest = format!("{url}?startOffset={next}");
     assert_eq!(program.get(&rest, Some(&token)).await.0, 429, "nothing is under way");
     drop(cut);
@@ -65,9 +66,10 @@ pub async fn a_create_that_is_cut_off_ends_at_every_part(world: World) {
     let pair = |offset: u64| page_of_pair(offset, 1);
     let first = user.status(pair(0)).await;
     let next = first["continue"].as_u64().expect("where to go on");
+    let before = driver.asked_of_one();
     {
         let mut slow = pin!(user.ask(json!({"targetVolumeSnapshotName": "slow"})));
-        let asked = eventually("the driver is asked", async || !driver.asked.lock().unwrap().1.is_empty());
+        let asked = eventually("the driver is asked", async || driver.asked_of_one() > before);
         tokio::select! {
             answer = &mut slow => panic!("it has not waited for the driver: {answer:?}"),
             () = asked => {}

@@ -122,6 +122,11 @@ impl Driver {
         driver
     }
 
+    /// How often it was asked what one snapshot holds. The end of a walk asks that too.
+    pub fn asked_of_one(&self) -> usize {
+        self.asked.lock().unwrap().1.len()
+    }
+
     pub fn start(name: &str, socket: &Path, volume: Volume) -> Self {
         Self::start_with(name, socket, Some(volume))
     }
