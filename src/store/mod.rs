@@ -270,10 +270,7 @@ impl Store {
 
     /// Removes it: once it is renamed into `staging/` it is no more, also after a crash.
     pub fn remove_ungrown(&self, id: &VolumeId) -> Result<()> {
-        let gone = ObjectDir::new(self.dir.staging().join(format!("{id}.ungrown")));
-        durable::rename(self.dir.volume(id).ungrown().path(), gone.path())?;
-        drop(self.draft_at(gone));
-        Ok(())
+        self.remove(&format!("{id}.ungrown"), &self.dir.volume(id).ungrown(), |_| {}).map(drop)
     }
 
     fn draft(&self, name: &str) -> Result<Draft> {

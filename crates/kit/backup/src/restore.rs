@@ -59,7 +59,7 @@ pub fn run(
         }
         _ => {
             let place = target_of(to)?;
-            let _unchanged = unchanged(&place)?;
+            let _lock = lock_replaced(&place)?;
             let draft = Draft::beside(&place, "restoring")?;
             let (file, path) = (draft.file(), draft.path());
             change::set_len(file, path, index.about.size)?;
@@ -80,8 +80,8 @@ pub fn run(
     }
 }
 
-/// Keeps others from writing into a file that is replaced: what they write would be lost, and they would not know.
-fn unchanged(place: &Path) -> Result<Option<File>> {
+/// Locks the file that is to be replaced, if there is one: what another restore writes into it would be lost.
+fn lock_replaced(place: &Path) -> Result<Option<File>> {
     let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(place).ok();
     match file.as_ref().map(File::try_lock_shared) {
         Some(Err(TryLockError::WouldBlock)) => Err(device::in_use(place)),
