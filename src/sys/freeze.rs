@@ -8,7 +8,9 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::mount::Mount;
+use rustix::fs::{AtFlags, StatxFlags, statx};
+
+use super::mount::{Mount, mount_unseen};
 use files::failpoint;
 use files::{Context, Error, Result, step};
 
@@ -142,6 +144,12 @@ impl Root {
         let found = mount_id(&file).context("find the mount of", &mount_point)?;
         Ok((found == mount.id).then_some(Root { file, mount_point }))
     }
+
+    /// Opens the root of the filesystem on a device that is not mounted where it can be seen. An error where another program
+    /// has the device open exclusively.
+    pub fn unseen(device: &Path, fs_type: &str) -> Result<Self> {
+        Ok(Root { file: mount_unseen(device, fs_type)?, mount_point: device.to_owned() })
+    }
 }
 
 /// Thaws the filesystem with this root, no matter who froze it; `Ok(false)` when it is not frozen.
@@ -154,14 +162,7 @@ pub fn thaw(root: &Root) -> Result<bool> {
 
 /// The number of the mount that a file was opened through (statx(2), STATX_MNT_ID).
 fn mount_id(file: &File) -> io::Result<u64> {
-    // SAFETY: an all-zero `statx` is valid: it holds integers only.
-    let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: statx reads an empty path that ends with NUL and writes one `statx`; both live through
-    // the call, and the descriptor is open.
-    let rc = unsafe {
-        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_MNT_ID, &mut found)
-    };
-    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(found.stx_mnt_id) }
+    Ok(statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id)
 }
 
 fn thaw_fd(root: &File, mount_point: &Path) -> io::Result<()> {

@@ -1,8 +1,9 @@
 //! Mounting, unmounting, and what is mounted where.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -10,6 +11,11 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, openat2};
 use nix::mount::{MntFlags, MsFlags, umount2};
+use rustix::fs::{Mode, OFlags};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, fsconfig_create,
+    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+};
 
 use files::{Context, Result, step};
 
@@ -190,6 +196,19 @@ pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, option
     })
 }
 
+/// Mounts `device` where nobody sees it, and opens the root of its filesystem (fsopen(2), fsmount(2)). It stays mounted until
+/// the file is closed.
+pub fn mount_unseen(device: &Path, fs_type: &str) -> Result<File> {
+    step("mount the filesystem of", device, || {
+        let context = fsopen(fs_type, FsOpenFlags::FSOPEN_CLOEXEC)?;
+        fsconfig_set_string(&context, "source", device)?;
+        fsconfig_create(&context)?;
+        let tree = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
+        rustix::fs::openat(&tree, c".", OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+    })
+    .map(File::from)
+}
+
 /// Shows `source` (a file or a directory) at `target` as well.
 ///
 /// A read-only one is made read-only before it is seen anywhere (open_tree(2), mount_setattr(2),
@@ -205,18 +224,9 @@ pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<()> {
 /// A clone of the mount at `source` that is seen nowhere. Its filesystem stays mounted until the descriptor is closed.
 pub fn clone_of(source: &Path) -> Result<OwnedFd> {
     let from = open_place(source)?;
-    step("clone the mount at", source, || clone_mount(&from))
-}
-
-fn clone_mount(source: &OwnedFd) -> io::Result<OwnedFd> {
-    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | libc::AT_EMPTY_PATH as libc::c_uint;
-    // SAFETY: open_tree reads an empty path that ends with NUL and lives through the call; the descriptor is open.
-    let fd = unsafe { libc::syscall(libc::SYS_open_tree, source.as_raw_fd(), c"".as_ptr(), flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel just returned this descriptor, and no other code has it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+    let flags =
+        OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+    step("clone the mount at", source, || open_tree(&from, c"", flags))
 }
 
 fn set_read_only(tree: &OwnedFd) -> io::Result<()> {
@@ -237,22 +247,9 @@ fn set_read_only(tree: &OwnedFd) -> io::Result<()> {
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-fn attach(tree: &OwnedFd, place: &OwnedFd) -> io::Result<()> {
-    /// `MOVE_MOUNT_F_EMPTY_PATH` and `MOVE_MOUNT_T_EMPTY_PATH` of `linux/mount.h`: source and target are the descriptors
-    /// themselves.
-    const EMPTY_PATHS: libc::c_uint = 0x4 | 0x40;
-    // SAFETY: move_mount reads two empty paths that end with NUL and live through the call; both descriptors are open.
-    let rc = unsafe {
-        libc::syscall(
-            libc::SYS_move_mount,
-            tree.as_raw_fd(),
-            c"".as_ptr(),
-            place.as_raw_fd(),
-            c"".as_ptr(),
-            EMPTY_PATHS,
-        )
-    };
-    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+fn attach(tree: &OwnedFd, place: &OwnedFd) -> rustix::io::Result<()> {
+    let empty_paths = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    move_mount(tree, c"", place, c"", empty_paths)
 }
 
 /// Unmounts all that is stacked at `target`; fine when nothing is.

@@ -7,6 +7,7 @@ pub mod api_server;
 pub mod bench;
 pub mod cluster;
 pub mod content;
+pub mod crowd;
 pub mod disk;
 pub mod earlier;
 pub mod fuzz;

@@ -27,7 +27,7 @@ pub(in crate::driver) fn release_devices(shared: &Shared, id: &VolumeId, _lock: 
         // node that is mounted somewhere does not hold it: it may be one of another volume, which had this number.
         let dev = device.dev()?;
         if !mount::mounts()?.iter().any(|mount| mount.is_of(&dev)) {
-            thaw_unmounted(&device, &shared.config.data_dir)?;
+            thaw_unmounted(&device)?;
         }
         if blockdev::is_claimed(&device.path())? {
             let path = device.path();

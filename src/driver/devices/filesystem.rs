@@ -111,23 +111,26 @@ pub(in crate::driver) fn thaw(path: &Path) -> Result<()> {
     if let Ok(Some(root)) = Root::open(&mounted)
         && freeze::thaw(&root).unwrap_or(false)
     {
-        tracing::warn!(path = %path.display(), "a filesystem that its user left frozen is thawed");
+        warn_thawed(path);
     }
     Ok(())
 }
 
-/// Thaws the filesystem on a device that is no longer mounted, through a temporary mount below `scratch`.
-pub(in crate::driver) fn thaw_unmounted(device: &LoopDevice, scratch: &Path) -> Result<()> {
-    let Some(fs_type) = detect(&device.path())? else { return Ok(()) };
-    let place = tempfile::Builder::new().prefix("thaw-").tempdir_in(scratch);
-    let place = place.context("make a directory in", scratch)?;
-    // If the mount fails, another program has the device open exclusively, so it is in use.
-    if mount(device, place.path(), &fs_type, false, &MountFlags::default()).is_err() {
-        return Ok(());
+/// Thaws the filesystem on a device that is no longer mounted. Makes no file: the pool may be full.
+pub(in crate::driver) fn thaw_unmounted(device: &LoopDevice) -> Result<()> {
+    let device = device.path();
+    let Some(fs_type) = detect(&device)? else { return Ok(()) };
+    // Where that fails, another program has the device open exclusively, so it is in use.
+    if let Ok(root) = Root::unseen(&device, &fs_type)
+        && freeze::thaw(&root)?
+    {
+        warn_thawed(&device);
     }
-    let thawed = thaw(place.path());
-    mount::unmount(place.path())?;
-    thawed
+    Ok(())
+}
+
+fn warn_thawed(path: &Path) {
+    tracing::warn!(path = %path.display(), "a filesystem that its user left frozen is thawed");
 }
 
 /// Splits a client's options into the kernel's flags and the filesystem's own.

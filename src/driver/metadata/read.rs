@@ -221,11 +221,12 @@ impl Metadata {
     fn hint(&self, base_id: &str) {
         let is_of_here =
             base_id.parse::<SnapshotId>().is_ok() && base::DataDirKey::of(base_id) == Some(self.shared.key);
-        if self.shared.config.retain.count == 0 && is_of_here && !self.hinted.swap(true, Ordering::Relaxed) {
+        if is_of_here && !self.hinted.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 base = base_id,
-                "a delta was asked from a deleted snapshot, and --retain-deleted 0 keeps none: a backup tool that deletes \
-                 its snapshots makes a whole backup each time. This is said once"
+                retained = self.shared.config.retain.count,
+                "a delta was asked from a deleted snapshot that is not kept, or no longer: a backup tool that deletes its \
+                 snapshots makes a whole backup then. --retain-deleted says how many are kept, and for how long. This is said once"
             );
         }
     }

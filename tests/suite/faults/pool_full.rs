@@ -8,6 +8,7 @@ use super::{
     Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, hashed, health, is_hashed, is_reported,
     listed, probe, storage, storage_tells, until, unwell, verify,
 };
+use deltapath::sys::{freeze, mount};
 use testkit::content::block_bytes;
 use testkit::prelude::*;
 
@@ -211,6 +212,35 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     rig.client.delete_volume(&volume).await.expect("delete");
     assert_nothing_half_made(rig);
     ballast.remove();
+}
+
+/// Thaws a filesystem that nothing shows. A sync of the whole machine would wait for it.
+struct Thawing<'a>(&'a Path);
+
+impl Drop for Thawing<'_> {
+    fn drop(&mut self) {
+        let _ = freeze::Root::unseen(self.0, "ext4").map(|root| freeze::thaw(&root));
+    }
+}
+
+/// The incident: a user froze a filesystem and unmounted it by hand. To thaw it the driver made a mount point in the pool, for
+/// which a full pool of plain files had no room: the volume could not be deleted.
+#[apply(every_pool)]
+async fn a_volume_that_was_left_frozen_is_deleted_from_a_full_pool(pool: PoolKind) {
+    let (disk, mut rig) = small_pool(pool).await;
+    let (files, root) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
+    let staging = rig.kubelet().join(&files).join("staging");
+    let device = mount::mounted_at(&root).expect("mounts").expect("it is mounted").source;
+    let ballast = Ballast::fill(&rig.pool_dir());
+    let thawing = Thawing(&device);
+    testkit::ok(std::process::Command::new("fsfreeze").arg("--freeze").arg(&root));
+    for place in [&root, &staging] {
+        mount::unmount(place).expect("unmount by hand");
+    }
+    rig.delete(&files).await;
+    drop(thawing);
+    ballast.remove();
+    finish(rig, disk);
 }
 
 /// A snapshot takes the last of the space, and there is none for its hashes. Its deltas are still exact. Hashing neither

@@ -13,9 +13,10 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
 use testkit::cluster::{Authority, Cluster, PATIENCE, eventually, patiently, tls_flags, uri, within};
+use testkit::crowd::{Door, Stranger, keeps_nobody_out};
 
-/// What a client with these files gets of a node beside the handshake: bytes of HTTP/2, or none.
-async fn bytes_for(port: u16, files: Option<(&Path, &str)>) -> usize {
+/// A client of HTTP/2 with the certificate of these files, or none. It believes any server.
+fn client(files: Option<(&Path, &str)>) -> Arc<ClientConfig> {
     let builder = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("versions")
@@ -31,9 +32,19 @@ async fn bytes_for(port: u16, files: Option<(&Path, &str)>) -> usize {
         }
     };
     config.alpn_protocols = vec![b"h2".to_vec()];
+    Arc::new(config)
+}
+
+fn any_name() -> ServerName<'static> {
+    ServerName::try_from("node").expect("a name")
+}
+
+/// What a client gets of a node beside the handshake: bytes of HTTP/2, or none.
+async fn bytes_for(port: u16, files: Option<(&Path, &str)>) -> usize {
     let stream = TcpStream::connect(("127.0.0.1", port)).await.expect("connect");
-    let name = ServerName::try_from("node").expect("a name");
-    let Ok(mut stream) = TlsConnector::from(Arc::new(config)).connect(name, stream).await else { return 0 };
+    let Ok(mut stream) = TlsConnector::from(client(files)).connect(any_name(), stream).await else {
+        return 0;
+    };
     // The preface and empty settings; the server's own settings are its first bytes.
     let _ = stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await;
     let mut answer = [0; 64];
@@ -100,6 +111,17 @@ async fn only_certificates_of_the_cluster_get_a_byte() {
     let node = cluster.nodes[0].name();
     assert!(bytes_for(port, Some((dir, &node))).await > 0, "a node");
     // The node is none the worse for it.
+    cluster.volume_on(0, "after").await;
+    cluster.finish();
+}
+
+#[apply(device_test)]
+async fn ten_thousand_strangers_keep_no_router_out() {
+    let cluster = Cluster::start(PoolKind::Dir, 1, &[]).await;
+    let (dir, port) = (cluster.dir.path(), cluster.nodes[0].port);
+    let door = Door { port, config: client(None), name: any_name() };
+    let router_is_let_in = async || bytes_for(port, Some((dir, "router"))).await > 0;
+    keeps_nobody_out(Stranger::HalfHello, door, router_is_let_in).await;
     cluster.volume_on(0, "after").await;
     cluster.finish();
 }
