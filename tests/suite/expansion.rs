@@ -5,7 +5,6 @@ use std::os::unix::fs::FileExt;
 use deltapath::sys::{self, blockdev};
 use proto::{CapacityRange, GetCapacityRequest, GetCapacityResponse};
 
-#[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders, Point};
 use testkit::prelude::*;
 
@@ -203,7 +202,6 @@ async fn what_an_expansion_adds_reads_as_zeros(rig: Rig<Dir>) {
 
 /// The incident: the last sync of an expansion failed. The retry found the record large enough and answered OK, and a power
 /// cut brought back the old record.
-#[cfg(feature = "failpoints")]
 #[apply(device_test)]
 async fn a_retry_syncs_what_the_call_before_could_not(rig: Rig<Dir>) {
     let volume = rig.volume("volume", 8 * MIB, block_capability()).await;

@@ -29,7 +29,6 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
 
 /// Bytes that are not hashed yet count once for each snapshot, whether its map is new or made from the one before, and
 /// whether it was taken alone or in a group.
-#[cfg(feature = "failpoints")]
 #[apply(device_test)]
 async fn the_backlog_is_what_is_still_to_be_hashed() {
     let (mut rig, port) = served(PoolKind::Xfs).await;

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use deltapath::sys::mount;
 
-#[cfg(feature = "failpoints")]
 use testkit::orders::{Orders, Point};
 use testkit::prelude::*;
 
@@ -106,7 +105,6 @@ async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere() {
 }
 
 /// The directory above a target is exchanged for a link while the target is made, or removed: what is behind the link stays as it is.
-#[cfg(feature = "failpoints")]
 #[apply(device_cases)]
 async fn a_parent_that_is_exchanged_for_a_link_leads_nowhere(
     rig: Rig<Dir>,

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-#[cfg(feature = "failpoints")]
 use testkit::orders::{Cut, Orders};
 use testkit::prelude::*;
 use testkit::running::Running;
@@ -226,7 +225,6 @@ fn driver_with(programs: &Path, dir: &Path, choice: &str) -> Command {
 
 /// The incident: a start was killed after it made such an image and before it chose the other filesystem. The next start
 /// insisted on the image, although its manifest was not written yet.
-#[cfg(feature = "failpoints")]
 #[apply(device_test)]
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
     let mut kills = 0;

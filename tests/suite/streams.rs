@@ -3,7 +3,6 @@
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-#[cfg(feature = "failpoints")]
 use csi_client::delta_of;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use proto::{
@@ -125,7 +124,6 @@ fn open_files(pid: u32) -> usize {
 
 /// The work of a stream ends within 100 ms after its client has cancelled it, also in the middle of large blocks that come
 /// from the disk. The least of some tries counts, since other tests want the processors too.
-#[cfg(feature = "failpoints")]
 #[apply(device_cases)]
 async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str) {
     const MOST: Duration = Duration::from_millis(100);
@@ -217,7 +215,6 @@ async fn stalled_streams_delay_nobody() {
 }
 
 /// Streams that compare much data and find nothing must not delay the first messages of others: they take turns.
-#[cfg(feature = "failpoints")]
 #[apply(device_test)]
 async fn silent_streams_take_turns_with_others() {
     let mut rig = Rig::start(PoolKind::Xfs).await;

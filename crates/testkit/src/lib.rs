@@ -63,12 +63,12 @@ pub use rig::{LETTING_GO, Rig, STARTED_BY, driver_command, try_command};
 /// Every pool there is.
 pub const POOLS: [PoolKind; 3] = PoolKind::ALL;
 
-/// A program of this workspace, as it was built beside the test that runs.
+/// A program of this workspace, as it was built next to the test that runs.
 pub fn program(name: &str) -> PathBuf {
     let package = if name == "cbt-earlier" { "deltapath-earlier" } else { name };
-    // Cargo builds the programs of the tested packages alone; of all, where the whole workspace is tested (`make test`).
-    let arguments = ["--bin", name, "--package", package];
-    beside_the_test(name, if name == "deltapath" { None } else { Some(arguments) })
+    // Cargo has built the programs of the package whose tests run, and no others.
+    let is_built = std::env::var("CARGO_PKG_NAME").is_ok_and(|tested| tested == package);
+    beside_the_test(name, (!is_built).then_some(["--bin", name, "--package", package]))
 }
 
 pub fn example(name: &str) -> PathBuf {
@@ -91,6 +91,8 @@ fn beside_the_test(path: &str, arguments: Option<[&str; 4]>) -> PathBuf {
         cargo.arg("--target-dir").arg(profile.parent().expect("the target directory"));
         if profile.ends_with("release") {
             cargo.arg("--release");
+        } else if arguments.ends_with(&["deltapath"]) {
+            cargo.args(["--features", "failpoints"]);
         }
         let status = cargo.current_dir(HOME).status().expect("cargo");
         assert!(status.success(), "cargo could not build {path}");
@@ -362,7 +364,7 @@ pub fn ok(command: &mut Command) {
     assert!(output.status.success(), "{command:?}: {output:?}");
 }
 
-/// How long a test waits for what happens beside it.
+/// How long a test waits for what happens while it runs.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// Waits until something holds.
@@ -394,7 +396,7 @@ pub fn until_caught(pid: u32) {
     });
 }
 
-/// What is done again and again in a thread beside a test, until it is dropped at the latest.
+/// What is done again and again in a thread while a test runs, until it is dropped at the latest.
 pub struct Beside {
     goes_on: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -445,7 +447,7 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// All files and directories below a directory, in order. Links are not followed, and what goes meanwhile may be in it.
+/// All files and directories below a directory, in order. Links are not followed, and what is removed meanwhile may be in it.
 pub fn paths_below(dir: &Path) -> Vec<PathBuf> {
     let (mut found, mut left) = (Vec::new(), vec![dir.to_owned()]);
     let top = dir;

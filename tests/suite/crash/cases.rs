@@ -208,7 +208,6 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// Calls that depend on `--retain-deleted`. A second pass makes them without retention.
-#[cfg(feature = "failpoints")]
 pub const DELETIONS: [&str; 4] = ["DeleteSnapshot", "DeleteGroup", "DeleteVolume", "CreateSnapshot"];
 
 impl Case {

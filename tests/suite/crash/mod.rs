@@ -7,30 +7,20 @@
 //! the workload runs on half of its data. So after each kill the test starts the driver again, checks that every object is
 //! whole or absent, retries the call, and checks again that records explain every file, device and mount.
 //!
-//! The driver is killed at random moments (here), and before each step that changes something (`points`, which needs the
-//! cargo feature `failpoints`). In `points` steps also fail.
+//! The driver is killed at random moments (here), and before each step that changes something (`points`). In `points` steps also fail.
 
 mod audit;
 mod cases;
-#[cfg(feature = "failpoints")]
 mod freezes;
-#[cfg(feature = "failpoints")]
 mod handover;
-#[cfg(feature = "failpoints")]
 mod healing;
-#[cfg(feature = "failpoints")]
 mod inline;
-#[cfg(feature = "failpoints")]
 mod moves;
-#[cfg(feature = "failpoints")]
 mod panics;
-#[cfg(feature = "failpoints")]
 mod points;
 mod scene;
-#[cfg(feature = "failpoints")]
 mod starts;
 mod tally;
-#[cfg(feature = "failpoints")]
 mod writes;
 
 use std::time::{Duration, Instant};
@@ -118,12 +108,4 @@ async fn retried(
         tally.lost(rig, &format!("{context}, undone: {said}"));
     }
     tally.look(rig, scene, When::Undone, context).await;
-}
-
-/// Without the feature there are no fail points. The report of the run shows this test as ignored.
-#[cfg(not(feature = "failpoints"))]
-#[test]
-#[ignore = "needs --features failpoints, with which `make test` runs it"]
-fn kills_and_errors_at_every_step() {
-    panic!("run it with --features failpoints");
 }

@@ -189,14 +189,12 @@ impl Scene {
     }
 
     /// Stages and publishes the volumes if they are not, as kubelet does after a reboot.
-    #[cfg(feature = "failpoints")]
     pub async fn use_again(&self, rig: &mut Rig) {
         let calls = [RAW, FILESYSTEM].map(|name| [stage(name), publish(name, false)]);
         self.call(&mut rig.client, calls.as_flattened()).await;
     }
 
     /// Unmounts the filesystem, since it could not write its journal on a full pool.
-    #[cfg(feature = "failpoints")]
     pub async fn unmount(&mut self, rig: &mut Rig) {
         let calls = [unpublish(FILESYSTEM), unstage(FILESYSTEM)].map(Step::One);
         self.live(rig, &calls).await.unwrap_or_else(|said| panic!("{said}"));

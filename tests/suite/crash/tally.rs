@@ -29,7 +29,6 @@ impl Tally {
     }
 
     /// Counts a point; each counts once.
-    #[cfg(feature = "failpoints")]
     pub fn point(&mut self, name: String) {
         self.points.insert(name);
     }

@@ -10,7 +10,6 @@ extern crate testkit;
 mod apart;
 mod certificates;
 mod cuts;
-#[cfg(feature = "failpoints")]
 mod every_call;
 mod lists;
 mod names;
@@ -26,6 +25,5 @@ mod transfer_figures;
 mod transfer_holes;
 mod transfer_kills;
 mod transfer_names;
-#[cfg(feature = "failpoints")]
 mod transfer_points;
 mod transfers;

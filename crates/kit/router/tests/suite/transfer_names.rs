@@ -56,7 +56,6 @@ async fn what_ends_a_copy_ends_no_volume() {
 }
 
 /// What is begun is held up before its first step on the source's node: there it is no volume yet, and on another node no copy.
-#[cfg(feature = "failpoints")]
 #[apply(device_cases)]
 async fn a_volume_that_is_begun_is_not_begun_on_another_node(#[values(0, 1)] at: usize) {
     const HELD: u32 = 8000;
