@@ -116,10 +116,10 @@ soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btr
 	@CARGO=$(CARGO) MINUTES=$(MINUTES) POOL=$(POOL) hack/soak.sh
 
 full-pools: deps ## Fill pools of 6 and 16 GiB in every way, then delete everything in random order (takes 16 GiB of disk)
-	hack/no-leaks.sh $(CARGO) test --locked --test suite -- many_gigabytes --include-ignored --nocapture --test-threads 1
+	hack/no-leaks.sh $(CARGO) test --locked --features failpoints --test suite -- many_gigabytes --include-ignored --nocapture --test-threads 1
 
 order: deps ## Copies of devices under write keep the order of writes: COPIES=300 in each of 23 ways
-	DELTAPATH_ORDER_COPIES=$(COPIES) hack/no-leaks.sh $(CARGO) test --locked --test suite -- order:: --include-ignored --nocapture --test-threads 1
+	DELTAPATH_ORDER_COPIES=$(COPIES) hack/no-leaks.sh $(CARGO) test --locked --features failpoints --test suite -- order:: --include-ignored --nocapture --test-threads 1
 
 backup-lives: ## Random lives of a repository, LIVES=50, a fourth of them in a bucket: several commands at once, killed at any moment
 	DELTAPATH_BACKUP_LIVES=$(LIVES) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- history:: --nocapture --test-threads=4
@@ -128,7 +128,7 @@ backup-power: ## Cut the power of a machine with a repository on it and audit wh
 	DELTAPATH_BACKUP_CUTS=$(BACKUP_CUTS) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- power:: --nocapture
 
 conformance-many: deps ## cbt-lab conformance with a million changes between two snapshots, on all pools and in both styles
-	hack/no-leaks.sh $(CARGO) test --locked --test suite -- million_ranges --include-ignored --nocapture --test-threads 1
+	hack/no-leaks.sh $(CARGO) test --locked --features failpoints --test suite -- million_ranges --include-ignored --nocapture --test-threads 1
 
 interleavings: ## Locks, queue and stream memory under a model checker: SCHEDULES=100000 of each kind, of each protocol
 	DELTAPATH_SCHEDULES=$(SCHEDULES) $(CARGO) test --locked --lib --features interleavings -- interleavings:: --nocapture
@@ -137,11 +137,11 @@ fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET
 	@hack/fuzz.sh $(SECONDS) $(TARGET)
 
 seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver and of a repository
-	DELTAPATH_SEEDS=1 $(CARGO) test --locked --test suite -- seeds
+	DELTAPATH_SEEDS=1 $(CARGO) test --locked --features failpoints --test suite -- seeds
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --package cbt-backup --lib -- seeds
 
 power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
-	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
+	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --features failpoints --test suite -- power --nocapture
 
 transfer-kills: deps ## Kill both ends of transfers between nodes, KILLS=300 times and before each step, and nodes in the middle of each call
 	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath-router --features failpoints --test suite -- transfer_kills transfer_points every_call --nocapture

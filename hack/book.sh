@@ -6,13 +6,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 
-version=0.5.4
-mdbook=${DELTAPATH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/deltapath}/mdbook-$version/bin/mdbook
-if ! [ -x "$mdbook" ]; then
-    echo "book: building mdBook $version"
-    "${CARGO:-cargo}" install --quiet --locked --no-default-features --features search --version "$version" \
-        --root "${mdbook%/bin/mdbook}" mdbook
-fi
+mdbook=$(hack/cargo-tool.sh mdbook 0.5.4 --debug --no-default-features --features search)
 
 # In the book the pages of the root are beside those of docs. A link to anything else is words alone there.
 pages=(README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md CHANGELOG.md)

@@ -15,6 +15,8 @@ missing=()
 for need in "${needs[@]}"; do
     command -v "${need%%:*}" >/dev/null || missing+=("${need#*:}")
 done
+# Debian's gcc can be there without what it links programs with.
+[ -e /usr/include/stdio.h ] || missing+=(libc6-dev)
 if [ "${#missing[@]}" -gt 0 ]; then
     if [ "$(id -u)" -ne 0 ]; then
         echo "deps: missing ${missing[*]}: run as root, or install them" >&2

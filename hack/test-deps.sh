@@ -14,7 +14,7 @@ peers=
 # What is missing of: a program, and the Debian package that has it.
 missing=()
 # shellcheck disable=SC2086 # several words
-for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils ip:iproute2 $peers; do
+for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils ip:iproute2 git:git openssl:openssl $peers; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
 done
 if [ ${#missing[@]} -gt 0 ]; then
@@ -81,7 +81,7 @@ if ! fresh backup "$state"; then
 fi
 
 # The Kubernetes API server, with its etcd, that the gateway and the earlier designs are tested against.
-hack/kube-programs.sh etcd kube-apiserver >/dev/null
+hack/kube-programs.sh etcd kube-apiserver kubectl >/dev/null
 
 # The S3 server that cbt-backup is tested with.
 hack/s3-server.sh >/dev/null

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use libtest_mimic::{Arguments, Trial};
 use parking_lot::Mutex;
@@ -136,7 +137,10 @@ macro_rules! tests {
     };
 }
 
-/// Runs tests, each in a world that `make` gives it, beside one API server with these CRDs. The harness is libtest-mimic, so that
+/// How long a test may take: one that hangs is named, and the others still run.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// Runs tests, each in a world that `make` gives it, with one API server with these CRDs. The harness is libtest-mimic, so that
 /// the server ends with the tests.
 pub fn run<W: 'static>(
     tests: Vec<(&'static str, &'static str, Test<W>)>,
@@ -166,7 +170,10 @@ pub fn run<W: 'static>(
             };
             // The first test starts it; the others wait.
             let api = server.lock().get_or_insert_with(start).clone();
-            runtime.block_on(async { test(make(api, name).await).await });
+            let done = runtime.block_on(async {
+                tokio::time::timeout(LONGEST, async { test(make(api, name).await).await }).await
+            });
+            done.unwrap_or_else(|_| panic!("{module}::{name} is not done after {LONGEST:?}"));
             Ok(())
         });
         trial.with_ignored_flag(!can_run)
