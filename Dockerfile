@@ -27,12 +27,14 @@ COPY benches benches
 COPY tests tests
 # What --version says, such as "0123abcd4567 2026-01-31".
 ARG COMMIT=
+# Where the images of a release are, such as example.org/team.
+ARG IMAGE_REGISTRY=
 # For whom: default, the machine that builds. hack/dist.sh builds for another one too.
 ARG TARGET=
 ENV CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 # Static files, which need no other. The target is named so that the flag is not for build scripts.
 RUN target=${TARGET:-$(rustc -vV | sed -n 's/^host: //p')} \
- && DELTAPATH_COMMIT="$COMMIT" cargo build --release --locked --target "$target" --package deltapath --package cbt-lab --package deltapath-gateway \
+ && DELTAPATH_COMMIT="$COMMIT" DELTAPATH_IMAGE_REGISTRY="$IMAGE_REGISTRY" cargo build --release --locked --target "$target" --package deltapath --package cbt-lab --package deltapath-gateway \
         --package deltapath-router --package deltapath-earlier --package cbt-backup \
  && cd "target/$target/release" \
  && install -D deltapath /out/deltapath/usr/local/bin/deltapath \

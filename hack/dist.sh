@@ -24,7 +24,9 @@ programs=(deltapath deltapath-gateway deltapath-router cbt-backup cbt-earlier cb
 # The images, and the stage of the Dockerfile of each.
 stages=(deltapath: deltapath-gateway:gateway deltapath-router:router cbt-backup:backup cbt-earlier:earlier cbt-lab:lab)
 images=$out/deltapath-$version-images-x86_64.tar
+# Registries take small letters alone, and the name of an owner may have others.
 registry_of=${IMAGE_REGISTRY:-}
+registry_of=${registry_of,,}
 name_of() { echo "${registry_of:+$registry_of/}$1:$version"; }
 
 if [ "${1-}" = push ]; then
@@ -72,7 +74,7 @@ commit "$container" "$rust"
 build() { # TAG [FLAG...]
     bud --build-arg OPT_LEVEL="${OPT_LEVEL:-3}" --build-arg LTO="${LTO:-thin}" --build-arg CODEGEN_UNITS="${CODEGEN_UNITS:-4}" \
         --build-arg VERSION="$version" --build-arg REVISION="$(git rev-parse HEAD)" \
-        --build-arg COMMIT="$(git log -1 --abbrev=12 --format='%h %cs')" \
+        --build-arg COMMIT="$(git log -1 --abbrev=12 --format='%h %cs')" --build-arg IMAGE_REGISTRY="$registry_of" \
         --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
         --volume /etc/ssl/certs:/etc/ssl/certs:ro --volume "$work/target:/src/target" --timestamp "$SOURCE_DATE_EPOCH" --tag "$@"
 }
@@ -145,6 +147,12 @@ archive "$images" "$work/images" .
 # As helm has it: the files that symbolic links name, and the directory's name first.
 say "the chart"
 cp -rL deploy/chart/deltapath "$work/chart"
+grep -v '^#' "$work/chart/.helmignore" | while read -r ignored; do
+    case $ignored in
+        */*) rm -r "${work:?}/chart/$ignored" ;;
+        *) find "$work/chart" -name "$ignored" -delete ;;
+    esac
+done
 sed -i "s|^  registry: \"\"\$|  registry: \"$registry_of\"|" "$work/chart/values.yaml"
 mkdir "$work/packed"
 mv "$work/chart" "$work/packed/deltapath"

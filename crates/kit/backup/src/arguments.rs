@@ -66,7 +66,7 @@ pub enum Output {
 
 /// Which cluster is asked, as kubectl's flags name it. Default: what KUBECONFIG or ~/.kube/config says, and in a pod the
 /// pod's.
-#[derive(Debug, Default, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct Cluster {
     /// The kubeconfig that says how to reach the cluster. Default: KUBECONFIG, then ~/.kube/config; in a pod its account.
     #[arg(long, value_name = "FILE")]
@@ -150,6 +150,15 @@ pub struct Increment {
     pub base: Option<String>,
 }
 
+/// The image of this version, in the registry that the release was made for.
+fn image() -> &'static str {
+    const IMAGE: &str = concat!("cbt-backup:", env!("CARGO_PKG_VERSION"));
+    match option_env!("DELTAPATH_IMAGE_REGISTRY") {
+        None | Some("") => IMAGE,
+        Some(registry) => format!("{registry}/{IMAGE}").leak(),
+    }
+}
+
 /// Back up a claim of a Kubernetes cluster, from the snapshot to the clean-up.
 ///
 /// It takes a snapshot of the claim, restores it to a temporary claim with the volume as a device, and starts a pod there
@@ -180,8 +189,12 @@ pub struct RunArguments {
     #[arg(long, value_name = "NAME")]
     pub snapshot_class: Option<String>,
     /// Image of the pod.
-    #[arg(long, value_name = "IMAGE", default_value = concat!("cbt-backup:", env!("CARGO_PKG_VERSION")))]
+    #[arg(long, value_name = "IMAGE", default_value = image())]
     pub image: String,
+    /// A taint that the pod tolerates, on top of those that all pods do; can be given more than once. The pod must run on a node of the
+    /// volume.
+    #[arg(long, value_name = "KEY[=VALUE]", value_parser = name)]
+    pub toleration: Vec<String>,
     /// Service account of the pod. It needs the rights in deploy/backup/cronjob.yaml.
     #[arg(long, value_name = "NAME", default_value = "cbt-backup")]
     pub service_account: String,
@@ -380,7 +393,7 @@ fn repository(text: &str) -> Result<String, String> {
     is_place.then(|| text.to_owned()).ok_or_else(|| "write a directory or s3://BUCKET/PREFIX".into())
 }
 
-/// The CSI driver at `--endpoint`. One that is away leaves its socket, so where there is none the path is wrong.
+/// The CSI driver at `--endpoint`. One that does not answer still has its socket, so where there is none the path is wrong.
 pub fn driver(endpoint: &Endpoint) -> Result<Client, Error> {
     use std::os::unix::fs::FileTypeExt;
     let path = endpoint.path();

@@ -1,6 +1,6 @@
 //! `run`: a backup of a claim of a Kubernetes cluster. What is here makes objects, waits for them, and removes them; the
-//! backup itself is made by `auto` or `full` in the pod. A backup takes hours, and an API server that is away or busy for some
-//! minutes of them ends nothing.
+//! backup itself is made by `auto` or `full` in the pod. A backup takes hours. It does not end when the
+//! API server does not answer, or is busy, for some minutes.
 //!
 //! The temporary claim and the pod have names that follow from the claim's, so two runs of one claim never work at once, and
 //! what a killed one has left is found again. Snapshots have names of their own, and are found by an annotation.
@@ -40,16 +40,18 @@ const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-chan
 
 /// A client of the API server that the kubeconfig names, or of the pod's own cluster.
 pub async fn api(cluster: &Cluster) -> Result<Client> {
-    let options = KubeConfigOptions { context: cluster.context.clone(), ..KubeConfigOptions::default() };
-    let client = async {
-        let config = match &cluster.kubeconfig {
+    let Cluster { kubeconfig, context } = cluster.clone();
+    let options = KubeConfigOptions { context, ..KubeConfigOptions::default() };
+    // Apart from the caller, who is not to wait for a file or a plugin that says nothing.
+    let client = tokio::spawn(async move {
+        let config = match kubeconfig {
             Some(path) => Config::from_custom_kubeconfig(Kubeconfig::read_from(path)?, &options).await?,
-            None if cluster.context.is_some() => Config::from_kubeconfig(&options).await?,
+            None if options.context.is_some() => Config::from_kubeconfig(&options).await?,
             None => Config::infer().await?,
         };
-        Ok::<_, Box<dyn std::error::Error>>(Client::try_from(config)?)
-    };
-    client.await.map_err(|error| {
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(Client::try_from(config)?)
+    });
+    client.await.unwrap_or_else(|error| Err(error.into())).map_err(|error| {
         let why = cluster.explain(&base::report(&*error));
         refused!("there is no way to the Kubernetes API server: {why}")
     })
@@ -64,7 +66,7 @@ fn tell(what: &str) {
 
 /// Makes a backup of a claim, or only cleans up. Nothing but the backup and its base is left, however it ends.
 pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Result<Option<About>> {
-    let client = api(&arguments.cluster).await?;
+    let client = unless(|| stop.check().is_err(), api(&arguments.cluster)).await??;
     let namespace = arguments.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
     let name = format!("cbt-backup-{}", arguments.pvc);
     let id = random_digits(16)?;
@@ -126,7 +128,7 @@ struct Made {
     needs_snapshot: bool,
 }
 
-/// Whether an API server may answer in a moment: there was no answer, or one that it is busy or broken. What is no request
+/// Whether an API server may answer in a moment: there was no answer, or one that it is busy or broken. What is not a request
 /// never becomes one.
 fn is_passing(error: &kube::Error) -> bool {
     match error {
@@ -194,7 +196,7 @@ impl Run<'_> {
         unless(|| self.stop.check().is_err(), asked(self.patience(), self.stop, ask)).await
     }
 
-    /// The same while cleaning up: it goes on after the command was stopped, but for no longer than [`GOING`].
+    /// The same while cleaning up: it continues after the command was stopped, but for no longer than [`GOING`].
     async fn insist<T>(&self, ask: impl AsyncFn() -> kube::Result<T>) -> kube::Result<T> {
         asked(GOING.min(self.patience()), &Stop::default(), ask).await
     }
@@ -320,7 +322,7 @@ impl Run<'_> {
         Ok(Made { about, needs_snapshot })
     }
 
-    /// Removes the pod, the temporary claim, and the snapshots that are no base.
+    /// Removes the pod, the temporary claim, and the snapshots that are not a base.
     async fn clean_up(&self, snapshot: &str, made: Option<&Made>) -> Result<()> {
         let is_base = made.is_some_and(|made| made.needs_snapshot);
         let created = std::mem::take(&mut *self.created.lock());
@@ -465,7 +467,7 @@ impl Run<'_> {
         .await
     }
 
-    /// Whether the driver of a content needs the VolumeSnapshot of a base. Where nobody says so, it is safe to keep it.
+    /// Whether the driver of a content needs the VolumeSnapshot of a base. Where no object says so, it is safe to keep it.
     async fn needs_snapshot(&self, content: &str) -> Result<bool> {
         let content = self.get(CONTENTS, content).await?;
         let driver = text(&content, "/spec/driver").unwrap_or_default();

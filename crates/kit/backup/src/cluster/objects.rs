@@ -89,6 +89,10 @@ impl Run<'_> {
             mounts.push(json!({"name": "repository", "mountPath": CLAIMED}));
         }
         let from = self.arguments.secret.iter().map(|name| json!({"secretRef": {"name": name}}));
+        let tolerations = self.arguments.toleration.iter().map(|taint| match taint.split_once('=') {
+            None => json!({"key": taint, "operator": "Exists"}),
+            Some((key, value)) => json!({"key": key, "operator": "Equal", "value": value}),
+        });
         let affinity = placement
             .map(|nodes| json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": nodes}}));
         json!({
@@ -98,6 +102,7 @@ impl Run<'_> {
                 "serviceAccountName": self.arguments.service_account,
                 "restartPolicy": "Never",
                 "affinity": affinity,
+                "tolerations": tolerations.collect::<Vec<_>>(),
                 "containers": [{
                     "name": "backup",
                     "image": self.arguments.image,

@@ -86,6 +86,13 @@ fn table() -> Vec<Row> {
         row(1, "open", &format!("full --volume v --device {path}"));
         row(1, "open", &format!("full --volume v --repository @/new --device {path}"));
         row(1, "open", &format!("verify ID --against {path}"));
+        row(1, "open", &format!("incremental --volume v --device {path}"));
+    }
+    row(1, WRONG, "incremental --volume v --device @/fifo");
+    let cluster = "--namespace n --snapshot s --kubeconfig";
+    for path in ["@/gone", "@/dir", "@/image"] {
+        row(1, "kubeconfig", &format!("{full} {cluster} {path}"));
+        row(1, "kubeconfig", &format!("run --pvc data --repository s3://b --kubeconfig {path}"));
     }
     row(1, NO_PLACE, "restore ID --to @/dir/x/y");
     row(1, "create /proc/x: ", "restore ID --to /proc/x");
@@ -171,6 +178,7 @@ fn table() -> Vec<Row> {
         "full --volume v --device @/image",
         "full --volume v --device @/page.html --report @/new",
         "auto --volume v --device @/page.html",
+        "incremental --volume v --device @/page.html",
         "full --volume v --device @/page.html --repository @/closed/new",
     ] {
         row(command);
@@ -263,7 +271,7 @@ fn streams_that_nobody_takes_end_no_work() {
     let paths = ["image", "out", "page"].map(|name| place.path(name));
     let [device, to, page] = paths.each_ref().map(|path| arg(path));
     // The exit code, and that where standard output is full: what a command prints alone is lost then.
-    let commands: [(&[&str], i32, i32); 12] = [
+    let commands: [(&[&str], i32, i32); 13] = [
         (&["full", "--volume", "v", "--device", device], 0, 0),
         (&["auto", "--volume", "v", "--device", device], 0, 0),
         (&["restore", "latest", "--to", to, "--overwrite"], 0, 0),
@@ -275,6 +283,7 @@ fn streams_that_nobody_takes_end_no_work() {
         (&["verify"], 0, 1),
         (&["verify", "latest", "--against", device], 0, 1),
         (&["restore", "no", "--to", to, "--overwrite"], 1, 1),
+        (&["incremental", "--volume", "v", "--device", device], 1, 1),
         (&["prune", "--keep-last", "0"], 2, 2),
     ];
     for (arguments, code, code_if_full) in commands {

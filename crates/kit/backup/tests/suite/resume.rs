@@ -12,7 +12,7 @@ use crate::driver::Driver;
 use crate::locks::packs;
 use crate::proxy::Fault;
 use crate::s3::Bucket;
-use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, id};
+use crate::tool::{BLOCK, Loop, MIB, Place, Running, arg, ended, id};
 
 const SIZE: u64 = 500 * MIB;
 
@@ -37,7 +37,11 @@ fn writable(path: &Path) -> File {
 
 /// A backup of `device` in `dir` that is ended after its first segment.
 fn is_interrupted(place: &Place, dir: &Path, arguments: &[&str], signal: Signal) {
-    let mut command = place.command(&[arguments, &["--limit-rate", "6Mi"]].concat());
+    is_interrupted_at("6Mi", place, dir, arguments, signal);
+}
+
+fn is_interrupted_at(rate: &str, place: &Place, dir: &Path, arguments: &[&str], signal: Signal) {
+    let mut command = place.command(&[arguments, &["--limit-rate", rate]].concat());
     command.current_dir(dir);
     place.interrupt(Running::start(command), signal);
     assert_eq!(place.list(), [""; 0]);
@@ -130,6 +134,39 @@ fn resume_knows_an_image_by_more_than_its_name() {
     let (made, _) = goes_on(&place, place.dir.path(), &["full", "--volume", "v", "--device", arg(&path)]);
     assert!(made["read"].as_u64().expect("a number") < 6000 * BLOCK, "{made}");
     place.restores(&id(&made), &model, SIZE);
+}
+
+/// Its name may mean another one after a restart, and no sample shows that.
+#[test_with::root]
+#[test]
+fn resume_knows_a_block_device_by_more_than_its_name() {
+    for is_same in [true, false] {
+        let place = Place::new();
+        let mut model = write(&place.path("a.img"), 1);
+        let device = Loop::of(&place.path("a.img"));
+        let name = place.path("c.img");
+        std::os::unix::fs::symlink(&device.0, &name).expect("symlink");
+        // It has no holes that show: all of it is read.
+        is_interrupted_at("100Mi", &place, place.dir.path(), &C_IMG, Signal::SIGINT);
+        let other = (!is_same).then(|| {
+            write(&place.path("b.img"), 1);
+            // A block that is no sample.
+            model.write(&writable(&place.path("b.img")), 50 + 300, 1, 99).expect("write");
+            std::fs::remove_file(&name).expect("remove");
+            let other = Loop::of(&place.path("b.img"));
+            std::os::unix::fs::symlink(&other.0, &name).expect("symlink");
+            other
+        });
+        let (made, said) = goes_on(&place, place.dir.path(), &C_IMG);
+        let read = made["read"].as_u64().expect("a number");
+        assert_eq!(
+            (read < SIZE, said.contains("is not resumed")),
+            (is_same, !is_same),
+            "{read} read, and said {said}"
+        );
+        place.restores(&id(&made), &model, SIZE);
+        drop(other);
+    }
 }
 
 /// Nobody but the person who typed the handle says that the image holds that snapshot.

@@ -288,3 +288,20 @@ impl Drop for Running {
         let _ = self.0.wait();
     }
 }
+
+/// A loop device, which goes with the value.
+pub struct Loop(pub PathBuf);
+
+impl Loop {
+    pub fn of(path: &Path) -> Self {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(path).output().expect("losetup");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        Loop(text(&output.stdout).trim().into())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}

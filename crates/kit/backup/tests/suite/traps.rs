@@ -4,7 +4,6 @@
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::Duration;
 
 use files::pattern::Image;
@@ -13,7 +12,7 @@ use crate::driver::Driver;
 use crate::locks::packs;
 use crate::proxy::Fault;
 use crate::s3::Bucket;
-use crate::tool::{MIB, Place, Running, arg, id, json, plant, text};
+use crate::tool::{Loop, MIB, Place, Running, arg, id, json, plant, text};
 
 const SIZE: u64 = 20 * MIB;
 
@@ -103,23 +102,6 @@ fn image_is_backed_up_again(place: &Place, image: &Image) {
     assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
     place.ok(&["verify"]);
     place.restores(&backup, image, SIZE);
-}
-
-/// A loop device, which goes with the value.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn of(path: &std::path::Path) -> Self {
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(path).output().expect("losetup");
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        Loop(text(&output.stdout).trim().into())
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
 }
 
 #[test_with::root]

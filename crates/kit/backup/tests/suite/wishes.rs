@@ -142,3 +142,24 @@ fn ctrl_c_is_seen_while_a_stream_is_opened() {
         assert_eq!(running.ends_within(std::time::Duration::from_secs(30)), Some(130), "{arguments:?}");
     }
 }
+
+/// `--kubeconfig <(...)` is a FIFO, whose writer may never come. Nor is anything made meanwhile.
+#[test]
+fn a_signal_is_seen_while_a_kubeconfig_is_read() {
+    let place = Place::new();
+    let image = place.image();
+    place.open_image(MIB);
+    let fifo = place.path("kubeconfig");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).expect("mkfifo");
+    for arguments in [
+        &["full", "--volume", "v", "--device", arg(&image), "--namespace", "n", "--snapshot", "s"][..],
+        &["run", "--pvc", "data", "--repository-claim", "backups"],
+        &["run", "--pvc", "data", "--clean-up"],
+    ] {
+        let mut running = Running::start(place.command(&[arguments, &["--kubeconfig", arg(&fifo)]].concat()));
+        testkit::until_caught(running.0.id());
+        running.signal(Signal::SIGTERM);
+        assert_eq!(running.ends_within(std::time::Duration::from_secs(30)), Some(130), "{arguments:?}");
+    }
+    assert!(!place.repository().exists(), "a repository was made");
+}
