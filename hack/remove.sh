@@ -48,10 +48,10 @@ groups() {
 group_contents() {
     custom volumegroupsnapshotcontents.groupsnapshot.storage.k8s.io '{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
 }
-# Of helm, by which the driver may have been installed; each revision has a Secret.
+# Of helm, by which the driver may have been installed, in any namespace.
+# shellcheck disable=SC2016
 releases() {
-    on get secrets --namespace "$namespace" --selector owner=helm --output go-template='{{range .items}}{{.metadata.labels.name}}{{"\n"}}{{end}}' |
-        sort -u
+    on get csidrivers "$driver" --ignore-not-found --output go-template='{{with .metadata.annotations}}{{with index . "meta.helm.sh/release-name"}}{{index $.metadata.annotations "meta.helm.sh/release-namespace"}} {{.}}{{"\n"}}{{end}}{{end}}'
 }
 # Pods of a namespace that mount a claim; pods with an inline volume of the driver.
 # shellcheck disable=SC2016
@@ -126,11 +126,15 @@ fi
 
 say "deleting the driver"
 list releases
-for release in $listed; do
+if [ -n "$listed" ]; then
+    read -r namespace release <<<"$listed"
     helm uninstall "$release" --namespace "$namespace" "${context[@]/#--context/--kube-context}" --wait --timeout 180s
-done
-on delete --kustomize "$root/deploy/overlays/distributed" --ignore-not-found --wait --timeout 180s
-on delete --kustomize "$root/deploy/overlays/attach" --ignore-not-found --wait --timeout 180s
+fi
+# The manifests have that namespace. In another one, helm has removed all that is there.
+if [ "$namespace" = deltapath ]; then
+    on delete --kustomize "$root/deploy/overlays/distributed" --ignore-not-found --wait --timeout 180s
+    on delete --kustomize "$root/deploy/overlays/attach" --ignore-not-found --wait --timeout 180s
+fi
 on delete snapshotmetadataservices.cbt.storage.k8s.io "$driver" --ignore-not-found
 # Else Kubernetes keeps them for an hour.
 on delete certificatesigningrequests --field-selector "spec.signerName=$driver/node" --ignore-not-found

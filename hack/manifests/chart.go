@@ -37,12 +37,14 @@ type charted struct {
 		Values map[string]any
 		// Default: that of the manifests.
 		Namespace string
-		// Kubernetes 1.33, which has no storage.k8s.io/v1 VolumeAttributesClass.
+		// Kubernetes 1.31, which has no storage.k8s.io/v1 VolumeAttributesClass.
 		Old bool
 		// What is in the objects, and what is not.
 		With, Without []string
 	}
 	Refused []struct {
+		// As above.
+		Old    bool
 		Values map[string]any
 		Why    string
 	}
@@ -135,7 +137,7 @@ func checkChart(customs customs, file string) []error {
 		}
 	}
 	for _, refused := range cases.Refused {
-		if _, err := renderChart(cases.Chart, refused.Values, namespace, false); err == nil {
+		if _, err := renderChart(cases.Chart, refused.Values, namespace, refused.Old); err == nil {
 			faults = append(faults, fmt.Errorf("the chart takes %v", refused.Values))
 		} else if !strings.Contains(err.Error(), refused.Why) {
 			faults = append(faults, fmt.Errorf("the chart with %v does not say %q, but %w", refused.Values, refused.Why, err))
@@ -151,7 +153,9 @@ func renderChart(dir string, values map[string]any, into string, old bool) ([]by
 		return nil, err
 	}
 	capabilities := chartutil.DefaultCapabilities.Copy()
+	capabilities.KubeVersion = chartutil.KubeVersion{Version: "v1.31.0", Major: "1", Minor: "31"}
 	if !old {
+		capabilities.KubeVersion = chartutil.KubeVersion{Version: "v1.37.0", Major: "1", Minor: "37"}
 		capabilities.APIVersions = append(capabilities.APIVersions, "storage.k8s.io/v1/VolumeAttributesClass")
 	}
 	options := chartutil.ReleaseOptions{Name: namespace, Namespace: into, Revision: 1, IsInstall: true}

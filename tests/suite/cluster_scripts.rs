@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::manifests::repository;
 
 /// A fake program. It appends its name and arguments to `$CALLS`, and answers as a healthy cluster would. A call that
-/// contains the words of `$FAILING` fails; `$VOLUMES`, `$CRDS` and `$RELEASES` are the cluster's answers when asked for these.
+/// contains the words of `$FAILING` fails; `$VOLUMES`, `$CRDS` and `$RELEASE` are the cluster's answers when asked for these.
 const PROGRAM: &str = r#"#!/bin/bash
 me=$(basename "$0")
 echo "$me $*" >>"$CALLS"
@@ -16,7 +16,7 @@ case "$me $*" in
     *"${FAILING:-words of no call}"*) echo "$me: connection refused" >&2; exit 1 ;;
     *" get persistentvolumes "*) echo "${VOLUMES-}" ;;
     *" get customresourcedefinitions "*) echo "${CRDS-}" ;;
-    *" get secrets "*"owner=helm"*) echo "${RELEASES-}" ;;
+    *" get csidrivers "*) echo "${RELEASE-}" ;;
     "docker info") exit "${DOCKER_FAILS:-0}" ;;
     "kind version") echo "kind v0.33.0 go1.26 linux/amd64" ;;
     "kind get clusters") cat "$CLUSTERS" ;;
@@ -286,7 +286,7 @@ fn remove_deletes_nothing_where_kubectl_fails() {
         "get customresourcedefinitions volumegroupsnapshotcontents.",
         "get volumegroupsnapshotcontents.",
         "get pods --all-namespaces",
-        "get secrets --namespace deltapath --selector owner=helm",
+        "get csidrivers deltapath.csi.dev",
     ];
     for failing in asked {
         for arguments in [&[] as &[&str], &["--volumes"]] {
@@ -311,13 +311,20 @@ fn remove_deletes_nothing_where_kubectl_fails() {
 #[test]
 fn remove_uninstalls_the_chart() {
     let stage = Stage::new(&["kubectl", "helm"]);
-    stage.succeeds("hack/remove.sh", &["--context", "there"], &[("RELEASES", "deltapath\ndeltapath")]);
+    stage.succeeds("hack/remove.sh", &["--context", "there"], &[("RELEASE", "deltapath deltapath")]);
     let calls = stage.calls();
     let uninstall = "helm uninstall deltapath --namespace deltapath --kube-context there --wait";
     assert_in_order(&calls, &["get pods --all-namespaces", uninstall, " delete --kustomize"]);
     assert_eq!(calls.matches("helm uninstall").count(), 1, "{calls}");
+    // The namespace of the manifests may be somebody else's.
+    let stage = Stage::new(&["kubectl", "helm"]);
+    stage.succeeds("hack/remove.sh", &[], &[("RELEASE", "storage cbt")]);
+    let calls = stage.calls();
+    let uninstall = "helm uninstall cbt --namespace storage --wait";
+    assert_in_order(&calls, &["get pods --all-namespaces", uninstall, " delete snapshotmetadataservices"]);
+    assert!(!calls.contains(" delete --kustomize"), "{calls}");
     let stage = Stage::all();
-    stage.fails("hack/remove.sh", &[], &[("RELEASES", "deltapath")], "helm is missing");
+    stage.fails("hack/remove.sh", &[], &[("RELEASE", "deltapath deltapath")], "helm is missing");
     assert!(!stage.calls().contains(" delete "), "something was deleted");
 }
 
@@ -345,6 +352,7 @@ fn make_build_tells_the_compiler_the_commit() {
         String::from_utf8(output.expect(program).stdout).expect("UTF-8")
     };
     let commit = said("git", &["log", "-1", "--abbrev=12", "--format=%h %cs"]);
+    assert!(!commit.is_empty(), "git tells no commit");
     let built = said("make", &["--silent", "build", "CARGO=printenv DELTAPATH_COMMIT #"]);
     assert_eq!(built.trim_end(), commit.trim_end());
 }
