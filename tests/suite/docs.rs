@@ -141,8 +141,13 @@ fn every_default_is_in_the_reference() {
 fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     let driver = words(&help("deltapath", "driver"), "--");
     let mut real = driver.clone();
+    let commands = words(section(&read("docs/reference.md"), "Commands"), "--");
     for command in ["demo", "verify", "check", "preflight", "man"] {
-        real.extend(words(&help("deltapath", command), "--"));
+        let flags = words(&help("deltapath", command), "--");
+        for flag in flags.iter().filter(|flag| *flag != "--help") {
+            assert!(commands.contains(flag), "the reference lacks {flag} of deltapath {command}");
+        }
+        real.extend(flags);
     }
     for (command, page) in [
         ("bench", "docs/lab-bench.md"),
@@ -162,8 +167,9 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
         real.extend(words(section(&reference, &format!("Flags of `{title}`")), "--"));
     }
     // The pages also mention flags of other programs and of the scripts:
-    // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, the community sidecar's in docs/conformance.md.
-    let others = ["--help", "--no-growth", "--data", "--bench", "--kube-api-qps"].map(str::to_owned);
+    // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, `cargo test --features`, the community sidecar's in docs/conformance.md.
+    let others =
+        ["--help", "--no-growth", "--data", "--bench", "--features", "--kube-api-qps"].map(str::to_owned);
     for flag in words(&pages(), "--") {
         assert!(real.contains(&flag) || others.contains(&flag), "the pages name {flag}, which is not a flag");
     }
