@@ -12,7 +12,7 @@ use crate::driver::{Discovery, Inspection, Result, Severity};
 use crate::sys;
 use base::Stop;
 
-/// Beside a running driver, what a call is making is found too. After this time the call is done.
+/// While a driver runs, the audit also finds what a call is making. After this time the call is done.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
 
 /// Audit a data directory: records, files, block maps, loop devices, mounts.

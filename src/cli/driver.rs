@@ -203,7 +203,7 @@ fn run_to_the_end(arguments: Arguments) -> Done {
         if Pid::parent().as_raw() != demo {
             return Err("the demo is gone".into());
         }
-        // Not by the demo: should it be killed before there is a driver, nobody would take the directory away.
+        // Not by the demo: if it is killed before there is a driver, no process would remove the directory.
         #[expect(clippy::disallowed_methods, reason = "a demo need not outlive the power")]
         std::fs::DirBuilder::new().mode(0o700).create(dir).context("create", dir)?;
     }

@@ -3,7 +3,7 @@
 //! the same address, the service for the drivers of other nodes (`transfer.rs`).
 //!
 //! Only certificates of the cluster are let in; others learn nothing (`serve::mutual`). A connection with the router's
-//! goes to one server, and one with a node's to another, which only serves transfers.
+//! certificate is served by one server, and one with a node's by another, which only serves transfers.
 
 use std::io;
 use std::net::SocketAddr;

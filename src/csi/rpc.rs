@@ -17,7 +17,7 @@ pub(super) struct Rpc {
     pub(super) span: Span,
 }
 
-/// Runs a unary call's work in a blocking thread. The work goes on when the client is gone: it holds
+/// Runs a unary call's work in a blocking thread. The work continues when the client is gone: it holds
 /// its own locks, and a retry finds what it made.
 pub(super) async fn unary<T: Send + 'static>(
     driver: &Arc<Driver>,

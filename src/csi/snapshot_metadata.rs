@@ -39,7 +39,7 @@ const MAX_STREAMS: usize = 1024;
 const MAX_WORKING: usize = 32;
 /// What a stream at work takes besides its bitmaps, in bytes.
 const TURN_BYTES: usize = STREAMS_WORKING / MAX_WORKING;
-/// How long after the end of a stream its memory goes back to the kernel, with that of others that ended meanwhile, and
+/// How long after the end of a stream its memory is given back to the kernel, with that of others that ended meanwhile, and
 /// of their threads.
 const GIVE_BACK: Duration = Duration::from_secs(3);
 /// The unit in which streams share the memory of those at work: a semaphore counts to 2^32 at most.

@@ -2,7 +2,7 @@
 //!
 //! The CSI spec ("Error Scheme", `ABORTED`: "Operation pending for volume") lets a plugin refuse a
 //! call while another is under way on the same object. A guard is taken inside the blocking closure
-//! that does the work, so a cancelled RPC does not free the object while its work goes on. No
+//! that does the work, so a cancelled RPC does not free the object while its work continues. No
 //! guard covers two objects: CreateVolumeGroupSnapshot takes one for the name and one for each volume,
 //! DeleteVolumeGroupSnapshot one for the group.
 

@@ -1,5 +1,5 @@
 //! The copy of a volume that is kept while its unmounted ext4 grows. resize2fs changes a filesystem in no safe order: where it is
-//! killed, or the power goes, `e2fsck -p` refuses what is left. Where the pool copies at once, a growth is
+//! killed, or the power fails, `e2fsck -p` refuses what is left. Where the pool copies at once, a growth is
 //!
 //! 1. Copy the bytes to `ungrown/` of the volume, as one step.
 //! 2. Check and grow the filesystem, and flush its device.

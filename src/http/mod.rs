@@ -115,7 +115,7 @@ fn describe() {
     describe_gauge!(metric::READY, "1 when the pool is there and takes a write.");
 }
 
-/// Where an answer goes.
+/// Where an answer is sent.
 type Ask = oneshot::Sender<Response>;
 
 /// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more

@@ -114,7 +114,7 @@ fn takes_writes(mount_point: &Path) -> bool {
 /// of all mounts until it has given them up. While one is left of a dead filesystem, a mount shows the same one or fails.
 const COPIES_END: Duration = Duration::from_secs(5);
 
-/// Mounts a filesystem. One that no longer takes writes is mounted again, unless volumes on it are in use: then reads go on.
+/// Mounts a filesystem. One that no longer takes writes is mounted again, unless volumes on it are in use: then reads continue.
 fn mount_writable(
     device: &LoopDevice,
     mount_point: &Path,

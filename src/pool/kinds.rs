@@ -1,4 +1,4 @@
-//! The table of all kinds of pools. A new one is a file beside this one and a row here.
+//! The table of all kinds of pools. A new one is a file next to this one and a row here.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

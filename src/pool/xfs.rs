@@ -19,7 +19,7 @@ pub(super) static KIND: Kind = Kind {
         mkfs: "mkfs.xfs",
         package: "xfsprogs",
         magic: (0, b"XFSB"),
-        // Freed space returns to the host. A copy of an image may be mounted beside its original.
+        // Freed space returns to the host. A copy of an image may be mounted while its original is.
         mount_options: "discard,nouuid",
         options: || {
             let sector = format!("size={}", loopdev::SECTOR);

@@ -268,7 +268,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes it: once it is renamed into `staging/` it is no more, also after a crash.
+    /// Removes it: once it is renamed into `staging/` it does not exist any more, also after a crash.
     pub fn remove_ungrown(&self, id: &VolumeId) -> Result<()> {
         self.remove(&format!("{id}.ungrown"), &self.dir.volume(id).ungrown(), |_| {}).map(drop)
     }
@@ -392,7 +392,7 @@ impl Store {
     }
 }
 
-/// Goes on where one cannot be removed, and returns what went wrong last.
+/// Continues where one cannot be removed, and returns the last error.
 fn empty_staging(dir: &PoolDir) -> Result<()> {
     let left = entries(&dir.staging())?;
     if !left.is_empty() {

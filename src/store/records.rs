@@ -131,7 +131,7 @@ pub struct VolumeRecord {
     /// The node it is attached to (ControllerPublishVolume), while it is. In `state.json`, for a full pool takes that.
     #[serde(skip)]
     pub attached: Option<Attached>,
-    /// For an ephemeral inline volume, the handle that kubelet gave it: it has no name, and goes when it
+    /// For an ephemeral inline volume, the handle that kubelet gave it: it has no name, and is removed when it
     /// is unpublished.
     #[serde(default)]
     pub ephemeral: Option<String>,
@@ -360,6 +360,6 @@ pub struct Published {
     pub target: PathBuf,
     /// Whether it may only be read there.
     pub read_only: bool,
-    /// Whether other targets are allowed beside it.
+    /// Whether other targets are allowed at the same time.
     pub shared: bool,
 }

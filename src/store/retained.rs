@@ -69,8 +69,8 @@ fn mark(path: &Path, created: Timestamp) -> Result<Timestamp> {
     Ok(at)
 }
 
-/// Removes deleted groups without members: the last two went at the same time, or a damaged one by hand. By way of
-/// `staging/`: a half-removed group would look like one that cannot be read.
+/// Removes deleted groups without members: the last two were removed at the same time, or a damaged one by hand. Each
+/// is moved to `staging/` first: a half-removed group would look like one that cannot be read.
 pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     for path in entries(&pool.groups())? {
         let group = GroupDir::new(&path);

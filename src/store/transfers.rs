@@ -56,7 +56,7 @@ impl Store {
     }
 }
 
-/// The record of the transfer in this directory; `None` where it holds none that could go on.
+/// The record of the transfer in this directory; `None` where it holds none that could continue.
 pub(super) fn read(path: &Path) -> Option<VolumeRecord> {
     let dir = ObjectDir::new(path);
     let record: VolumeRecord = match read_optional(&dir.transfer()) {

@@ -166,7 +166,7 @@ pub fn create_subvolume(path: &Path) -> Result<()> {
 }
 
 /// Removes a subvolume with all that is in it, in constant time; open files in it stay readable.
-/// `Ok(false)` where `path` is none.
+/// `Ok(false)` where `path` is not a subvolume.
 pub fn destroy_subvolume(path: &Path) -> Result<bool> {
     // The inode number of every subvolume's root directory.
     let is_root =
@@ -225,7 +225,7 @@ pub struct WrittenSince<'f> {
     /// The part of the answers that is still to be handed out.
     next: usize,
     left: u32,
-    /// Where the next call goes on; `None` after the last.
+    /// Where the next call continues; `None` after the last.
     resume: Option<u64>,
 }
 
@@ -344,9 +344,9 @@ impl Iterator for WrittenSince<'_> {
                         return Some(Err(error).context("read the tree of", self.path));
                     }
                 };
-                // A leaf that was written since also holds items that were not. A hole is listed whatever it
-                // carries: before Linux 6.0 one that was punched beside it made it longer and left its
-                // generation as it was.
+                // A leaf that was written since also holds items that were not. A hole is listed whatever its
+                // generation is: before Linux 6.0 a hole that was punched next to it made it longer and
+                // left its generation as it was.
                 if !item.data || item.generation > self.since {
                     let range = ByteRange { start, end: start.saturating_add(item.length) };
                     return Some(Ok(Written { range, data: item.data }));

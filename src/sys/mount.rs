@@ -196,7 +196,7 @@ pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, option
     })
 }
 
-/// Mounts `device` where nobody sees it, and opens the root of its filesystem (fsopen(2), fsmount(2)). It stays mounted until
+/// Mounts `device` where no process sees it, and opens the root of its filesystem (fsopen(2), fsmount(2)). It stays mounted until
 /// the file is closed.
 pub fn mount_unseen(device: &Path, fs_type: &str) -> Result<File> {
     step("mount the filesystem of", device, || {

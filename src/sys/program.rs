@@ -68,7 +68,7 @@ fn run_command(
     // SAFETY: between fork and exec it makes system calls and allocates nothing.
     unsafe { command.pre_exec(prepare) };
     let child = step(RUN, program.as_ref(), || command.spawn())?;
-    // A point while it is at work. It ends in any case: nothing goes on behind an error.
+    // A point while it is at work. It ends in any case: nothing still runs after an error.
     let passed = failpoint::pass("wait for", program.as_ref());
     let output = child.wait_with_output().and_then(|output| passed.map(|()| output));
     let output = output.context("wait for", program.as_ref())?;

@@ -69,7 +69,7 @@ impl Reserve {
 
     /// Takes the reserve, unless it is held. Without room for it nothing is changed.
     ///
-    /// 1. Make the file beside its place and sync it: a crash leaves a draft, which the next try removes.
+    /// 1. Make the file next to its place and sync it: a crash leaves a draft, which the next try removes.
     /// 2. Rename it into place.
     pub fn take(&self) -> Result<()> {
         if self.is_held() {

@@ -13,7 +13,7 @@ const ROUNDS: u32 = 40;
 /// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file is
 /// below it, and returns what could not be freed.
 ///
-/// A volume's device may back on a file inside a pool that is a mounted device itself, so it goes round. A process that is being
+/// A volume's device may back on a file inside a pool that is a mounted device itself, so it works in rounds. A process that is being
 /// started, or a mount namespace, may hold a copy of what is there for a moment: what stays is tried for two seconds.
 pub fn sweep(dir: &Path) -> Result<Vec<String>> {
     let mut left = Vec::new();

@@ -23,10 +23,10 @@ pub struct Extent {
     pub address: Address,
 }
 
-/// A range of a file that was written since, or a hole beside one.
+/// A range of a file that was written since, or a hole next to one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// The bytes of the file. A hole beside other holes may reach to the end of the address space.
+    /// The bytes of the file. A hole next to other holes may reach to the end of the address space.
     pub range: ByteRange,
     /// Whether it holds data; else it reads as zeros.
     pub data: bool,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::Stop;
 
-/// How long background work goes on before it gives way again, and how long it gives way at most: it keeps a fifth of the
+/// How long background work runs before it gives way again, and how long it gives way at most: it keeps a fifth of the
 /// time, however busy others are.
 const WORK: Duration = Duration::from_millis(20);
 const PAUSE: Duration = Duration::from_millis(80);
@@ -80,7 +80,7 @@ impl Foreground {
     }
 
     /// Waits a moment where others work. To be called between two reads, with no lock held, and with the time that the
-    /// last read and what followed took. Returns whether what is counted goes on: then one read at a time is enough.
+    /// last read and what followed took. Returns whether what is counted continues: then one read at a time is enough.
     pub fn give_way(&self, took: Duration, stop: &Stop) -> bool {
         if self.is_due(self.began.elapsed()) {
             let started = Instant::now();

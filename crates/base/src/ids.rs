@@ -26,7 +26,7 @@ const KEY_DIGITS: usize = 8;
 #[serde(try_from = "String", into = "String")]
 pub struct DataDirKey(u32);
 
-/// A string that is no key of a data directory.
+/// A string that is not the key of a data directory.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("not the key of a data directory (want {KEY_DIGITS} hex digits in lower case)")]
 pub struct KeyError;

@@ -20,13 +20,13 @@
 //!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
 //!
-//! A crash may leave drafts beside these files, which are never read ([`DraftFile`]).
+//! A crash may leave drafts next to these files, which are never read ([`DraftFile`]).
 
 use std::path::{Path, PathBuf};
 
 use super::{GroupId, SnapshotId, VolumeId};
 
-/// The names under which a file is written beside its place, before it is renamed into it.
+/// The names under which a file is written next to its place, before it is renamed into it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DraftFile {
     /// `<name>.new`: a file that is made or replaced.
@@ -145,7 +145,7 @@ impl PoolDir {
         GroupDir(self.groups().join(id.as_str()))
     }
 
-    /// The directory of a snapshot that is no member of a group.
+    /// The directory of a snapshot that is not a member of a group.
     pub fn snapshot(&self, id: &SnapshotId) -> ObjectDir {
         ObjectDir(self.snapshots().join(id.as_str()))
     }

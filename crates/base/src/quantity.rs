@@ -10,7 +10,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub u64);
 
-/// A string that is no size.
+/// A string that is not a size.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("{text:?} is not a size: write a whole number of bytes such as 4096, 64Ki, 10Gi or 1.5Ti")]
 pub struct QuantityError {

@@ -209,7 +209,7 @@ const LOOK: u32 = 64;
 /// once.
 const AHEAD_BYTES: usize = 128 << 10;
 const AHEAD_BLOCKS: u64 = 256;
-/// What a bitmap, and each of its containers, takes in memory beside the members.
+/// What a bitmap, and each of its containers, takes in memory in addition to the members.
 const CONTAINER: usize = 64;
 
 /// The blocks whose content differs between two snapshots, ascending from a start, found lazily.
@@ -263,7 +263,7 @@ impl DeltaScan {
         }
     }
 
-    /// The next run of differing blocks, ascending; runs may end anywhere, also where they go on. After
+    /// The next run of differing blocks, ascending; a run may end anywhere, also where the next block differs too. After
     /// `until` it looks no further than it must.
     pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Found> {
         if std::mem::take(&mut self.is_late) {

@@ -1,5 +1,5 @@
 //! Hashes of snapshots that `pending` does not vouch for yet: those that streams make, and those that hashing has written
-//! since a stream opened the maps. They are in memory only, so that nobody reads a block that somebody else has hashed.
+//! since a stream opened the maps. They are in memory only, so that no one reads a block that someone else has hashed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

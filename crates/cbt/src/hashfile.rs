@@ -23,7 +23,7 @@ pub(super) const SLOTS: u64 = (PAGE / HASH - 1) as u64;
 const VERSION: u32 = 1;
 const CHECKSUM: usize = HASH - 4;
 
-/// How often a page is read before its checksum is believed to be wrong.
+/// How often a page is read before its checksum counts as wrong.
 const LOOKS: usize = 3;
 
 /// One BLAKE3 hash a block, in a sparse file of 4 KiB pages.

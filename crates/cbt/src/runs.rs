@@ -55,7 +55,7 @@ pub struct Tuples {
     size: BlockSize,
     /// Lists blocks one by one (`FIXED_LENGTH`) instead of joining them (`VARIABLE_LENGTH`).
     fixed: bool,
-    /// A run that was found and not handed out yet. It may go on.
+    /// A run that was found and not handed out yet. It may continue.
     open: Option<BlockRange>,
 }
 
@@ -65,7 +65,7 @@ impl Tuples {
         Tuples { source, size, fixed, open: None }
     }
 
-    /// Memory that it may take to go on, in bytes.
+    /// Memory that it may take to continue, in bytes.
     pub fn work_bytes(&self) -> usize {
         match &self.source {
             RunSource::Allocated(scan) => scan.work_bytes(),
@@ -73,7 +73,7 @@ impl Tuples {
         }
     }
 
-    /// Gives up the memory that is not needed until the answer goes on. [`Tuples::resume`] takes the segment back;
+    /// Gives up the memory that is not needed until the answer continues. [`Tuples::resume`] takes the segment back;
     /// without it, the answer continues and reads it again.
     pub fn park(&mut self) -> Option<Loaded> {
         match &mut self.source {

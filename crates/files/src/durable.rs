@@ -18,7 +18,7 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Replaces `path` by `bytes` as one step: after a crash it holds the old bytes or the new ones.
 ///
-/// 1. Write and sync a new file beside it: a crash leaves the old file and a stray `.new`, which
+/// 1. Write and sync a new file next to it: a crash leaves the old file and a stray `.new`, which
 ///    the next replacement overwrites.
 /// 2. Rename it over `path`: the file is the old one or the new one, both whole.
 /// 3. Sync the directory: from here on the new one survives a power cut.
@@ -39,7 +39,7 @@ pub fn replace_with<E: From<Error>>(
 
 /// Makes `path`, which must not exist, with `bytes`, as one step: the commit of what the file says.
 ///
-/// 1. Write and sync a new file beside it: a crash leaves a stray `.new`, which the next try overwrites.
+/// 1. Write and sync a new file next to it: a crash leaves a stray `.new`, which the next try overwrites.
 /// 2. Rename it to `path` and sync the directory. Where that sync fails the rename is undone, so that an error means
 ///    that nothing happened.
 pub fn create(path: &Path, bytes: &[u8]) -> Result<()> {
@@ -60,7 +60,7 @@ pub fn create_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Resu
 /// Writes and syncs the draft that a later rename commits. On failure the draft is removed.
 ///
 /// Whatever is at `fresh` before is removed, so the caller must have the directory to itself: the driver holds the lock of its
-/// data directory. Beside a file of a user's it is a [`Draft`].
+/// data directory. Next to a user's file the draft is a [`Draft`].
 pub fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(), E>) -> Result<(), E> {
     match change::remove_file(fresh) {
         Err(error) if !error.is_not_found() => return Err(error.into()),
@@ -141,7 +141,7 @@ fn parent(path: &Path) -> &Path {
     }
 }
 
-/// A file that is written beside `.NAME.RANDOM.KIND`, where others may be at work, and that takes its place as a whole.
+/// A file that is written as `.NAME.RANDOM.KIND` next to another, where others may be at work, and that replaces it as a whole.
 ///
 /// No other process takes it for its own: its name is random, and it is locked (flock(2)) as long as this value lives. A draft
 /// without a lock is of a process that was killed, and the next one for the same file removes it.
@@ -165,10 +165,10 @@ impl Draft {
             let draft = parent(path).join(format!("{start}{:016x}{end}", fastrand::u64(..)));
             let file = match change::create_new(&draft) {
                 Err(error) if error.errno() == Some(libc::EEXIST) => continue,
-                // Nobody has asked for a file with the draft's name.
+                // The caller has not asked for a file with the draft's name.
                 file => file.map_err(|error| Error { path: path.to_owned(), ..error })?,
             };
-            // Where the filesystem has no locks, nobody can take one and remove it.
+            // Where the filesystem has no locks, no process can take one and remove it.
             let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
             // One who clears up may have been quicker than the lock.
             if !is_taken && file.metadata().context("look at", &draft)?.nlink() > 0 {

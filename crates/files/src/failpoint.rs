@@ -14,7 +14,7 @@
 //! ```
 //!
 //! A new NUMBER, of the test's choice, starts a new count. WHOSE is `calls`, `main` (start and stop),
-//! `hashing`, or `all`. While the file is there each point is written to a log beside it, `FILE.log`, a
+//! `hashing`, or `all`. While the file is there each point is written to a log next to it, `FILE.log`, a
 //! line a point: NUMBER, the count, `hit` or `passed`, the step and its path, between tabs.
 
 /// Passes the point before a step. An error is what the step is to fail with, unmade.

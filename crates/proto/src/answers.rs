@@ -114,19 +114,19 @@ fn checked(answer: Response<Body>) -> Response<Body> {
         return Response::from_parts(head, body);
     }
     match status(&head.headers).map(|status| status.code()) {
-        // Only an answer without a message has its status in the head ("Trailers-Only"). Where one goes on, tonic would wait for no other.
+        // Only an answer without a message has its status in the head ("Trailers-Only"). With a message, tonic would wait for no other.
         Some(Code::Ok) => drop(head.headers.remove("grpc-status")),
         _ => make_readable(&mut head.headers),
     }
     Response::from_parts(head, Body::new(Whole { body, messages: Messages::default() }))
 }
 
-/// Writes a status anew, so that tonic reads what [`status`] does.
+/// Writes a status again, so that tonic reads what [`status`] does.
 fn make_readable(fields: &mut HeaderMap) {
     let Some(status) = status(fields) else { return };
     fields.remove("grpc-message");
     fields.remove("grpc-status-details-bin");
-    // It fails for words that are no header, and those are percent-encoded by it.
+    // It fails for words that are not a header value, and those are percent-encoded by it.
     let _ = status.add_header(fields);
 }
 

@@ -1,7 +1,7 @@
 //! The messages, clients and servers of six contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
 //! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; two earlier designs of it in
 //! [`differential`] and [`deltas`], made from `proto/differentialsnapshot.proto` and `proto/listsnapshotdeltas.proto`; what
-//! router and driver say to each other beside CSI in [`node`], made from `proto/node.proto`; and what drivers say to each other
+//! router and driver say to each other in addition to CSI in [`node`], made from `proto/node.proto`; and what drivers say to each other
 //! in [`transfer`], made from `proto/transfer.proto`.
 //!
 //! And how clients read [`answers`] that are not as they should be.
@@ -28,7 +28,7 @@ pub mod differential {
     tonic::include_proto!("differentialsnapshot.v1alpha1");
 }
 
-/// What the router asks of a node's driver, beside CSI. Private to deltapath.
+/// What the router asks of a node's driver, in addition to CSI. Private to deltapath.
 pub mod node {
     tonic::include_proto!("deltapath.node.v1");
 }

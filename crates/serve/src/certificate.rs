@@ -1,5 +1,5 @@
 //! The certificate that a server shows. It can be replaced at any time: connections that come later see the new one, and
-//! those that are open go on.
+//! those that are open continue.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -32,7 +32,7 @@ pub enum Error {
         /// What the parser says.
         source: pem::Error,
     },
-    /// There are bytes in the PEM that are no certificate.
+    /// There are bytes in the PEM that are not a certificate.
     #[error("{what} holds no certificate of X.509: {why}")]
     Validity {
         /// The file, or where else it comes from.

@@ -1,5 +1,5 @@
 //! Plain HTTP for probes and Prometheus. Anyone may connect: a connection has one request and a few seconds for all of it, and the
-//! oldest one goes where there are too many. What is answered is a router of the server's own.
+//! oldest one is closed where there are too many. What is answered is a router of the server's own.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::slots::{Bounds, Slots};
 /// Upper bounds of the latency histograms' buckets, in seconds: from a look-up in memory to a long copy.
 const BUCKETS: [f64; 14] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0];
-/// How often samples are folded into the histograms, also where nobody scrapes.
+/// How often samples are folded into the histograms, also where no one scrapes.
 const UPKEEP: Duration = Duration::from_secs(5);
 /// How long a connection may take: to send its request, to be answered, and to take the answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -67,7 +67,7 @@ pub async fn serve(listener: TcpListener, router: Router) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Out of descriptors, perhaps: the server goes on, and so does this.
+                // Out of descriptors, perhaps: the server continues, and so does this.
                 tracing::warn!(%error, "accept an HTTP connection");
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 /// How long each step takes.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
-    /// How long a lease is honoured that nobody renews. At least a second.
+    /// How long a lease is honoured that no replica renews. At least a second.
     pub duration: Duration,
     /// When the holder gives up that cannot renew. Less than `duration`.
     pub deadline: Duration,
@@ -71,7 +71,7 @@ impl Lease {
                 Ok(Ok(true)) => {
                     tracing::info!(lease = self.name, holder = self.holder, "elected");
                     tokio::select! {
-                        // First: where both are due after a pause of the process, the work must not go on.
+                        // First: where both are due after a pause of the process, the work must not continue.
                         biased;
                         () = self.keep(begun) => {}
                         _ = work() => tracing::warn!(lease = self.name, "the elected replica's work has ended"),
@@ -122,7 +122,7 @@ impl Lease {
         }
         let since = seen.as_ref().map_or_else(Instant::now, |seen| seen.since);
         let duration = u64::try_from(spec.lease_duration_seconds.unwrap_or(0)).unwrap_or(0);
-        // Ours all say the same; what a stranger has written keeps nobody waiting for years.
+        // Ours all say the same; what a stranger has written keeps no replica waiting for years.
         let duration = Duration::from_secs(duration).min(2 * self.times.duration);
         let is_free = holder.is_empty() || holder == self.holder;
         if !is_free && since.elapsed() < duration {

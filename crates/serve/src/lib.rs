@@ -1,5 +1,5 @@
 //! What servers share, each thing once: HTTP for probes and metrics ([`http`]), the places of connections ([`places`]), a log that waits
-//! for nobody ([`log`]), sockets ([`authority`], [`socket`]), and answers that are fetched and passed on as bytes ([`upstream`],
+//! for no reader ([`log`]), sockets ([`authority`], [`socket`]), and answers that are fetched and passed on as bytes ([`upstream`],
 //! [`relay`]). As features: connections over TLS whose certificate
 //! changes without a restart (`tls`: `certificate`, `mutual`, `ticket`, `listen`), and the streams on them (`streams`); and, so that the
 //! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign

@@ -1,4 +1,4 @@
-//! Connections over TLS: accepted, given a time for the handshake, counted, and closed when nobody uses them.
+//! Connections over TLS: accepted, given a time for the handshake, counted, and closed when no call uses them.
 
 use std::io;
 use std::pin::Pin;
@@ -141,7 +141,7 @@ async fn greet(
     let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
     let mut accepting = Box::pin(start.into_stream(config));
     let answered = {
-        // Nobody closes the semaphore. A client that is slow to go on has no turn meanwhile.
+        // The semaphore is never closed. A client that is slow to continue has no turn meanwhile.
         let _turn = turns.acquire().await;
         std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context))).await
     };

@@ -101,7 +101,7 @@ impl Lines {
     /// Writes one or more whole lines, or drops them.
     pub fn push(&self, lines: &[u8]) {
         let is_dropped = match &self.to {
-            // Nobody but the disk can hold this up, and after an error there is nobody to tell.
+            // Only the disk can hold this up, and after an error there is no one to tell.
             To::File(file) => {
                 let mut file = file;
                 file.write_all(lines).is_err()

@@ -4,7 +4,7 @@
 //! What a role may ask is for the server to look at ([`Identity::of`]). Names and addresses are not looked at: nodes come and
 //! go, and their addresses with them.
 //!
-//! The files are read again when they change. Connections that are open go on. No session is resumed, since that would skip
+//! The files are read again when they change. Connections that are open continue. No session is resumed, since that would skip
 //! the check of the client's certificate.
 
 use std::io;

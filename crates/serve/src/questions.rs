@@ -54,7 +54,7 @@ fn said_of(file: &str, error: &KubeconfigError) -> String {
     }
 }
 
-/// A client by which a watch whose resourceVersion is too old is listed anew. The API server may say so in the HTTP status (410) or in
+/// A client by which a watch whose resourceVersion is too old is listed again. The API server may say so in the HTTP status (410) or in
 /// an event; `kube`'s watcher lists again only after the event, and after the status asks for the same version for ever.
 fn relisting(client: Client) -> Client {
     let namespace = client.default_namespace().to_owned();
@@ -91,7 +91,7 @@ pub async fn ask<T>(
     answer.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
 }
 
-/// The status for a client whose call needed the answer. What the client cannot mend is told to it too: it may be the one who
+/// The status for a client whose call needed the answer. The client also learns what it cannot mend: it may be the one who
 /// can tell the operator.
 pub fn away(error: &kube::Error) -> Status {
     tracing::warn!(%error, "the Kubernetes API server gave no answer that can be used");

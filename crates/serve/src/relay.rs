@@ -1,4 +1,4 @@
-//! Answers that are passed on as they are: the body of a gRPC stream goes from one connection to the other frame by
+//! Answers that are passed on as they are: the body of a gRPC stream is sent from one connection to the other frame by
 //! frame, with its trailers, and no message is put together or decoded. What passes is counted by [`Tuples`], which know whether
 //! it ends where a message does.
 
@@ -82,7 +82,7 @@ pub fn code_of_http(status: StatusCode) -> Option<Code> {
 const TUPLE: u8 = 3 << 3 | 2;
 
 /// Counts the block metadata tuples in the body of a stream, however it is cut into pieces: the embedded messages in field
-/// 3 of each message (`block_metadata`). After bytes that are no such message it counts no more.
+/// 3 of each message (`block_metadata`). After bytes that are not such a message it stops counting.
 #[derive(Debug, Default)]
 pub struct Tuples {
     counted: u64,

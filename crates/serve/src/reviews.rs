@@ -64,7 +64,7 @@ pub struct Reviews {
     secret: Key,
     keep: Duration,
     callers: Cache<Key, Arc<Caller>>,
-    /// Rights that were granted, and until when that is believed.
+    /// Rights that were granted, and until when each counts.
     rights: Cache<Key, Instant>,
     under_way: Semaphore,
     waiting: Semaphore,
@@ -247,7 +247,7 @@ impl Reviews {
         let api: Api<K> = Api::all(self.client.clone());
         let params = PostParams::default();
         let create = async {
-            // Nobody closes the semaphore.
+            // The semaphore is never closed.
             let _place = self.under_way.acquire().await;
             ask(self.metrics.seconds, kind, api.create(&params, &review)).await
         };
@@ -273,7 +273,7 @@ fn user_of(status: TokenReviewStatus, audience: &str) -> Option<UserInfo> {
 }
 
 /// How long a token still lives, by its `exp` claim. The API server has judged the token; this only shortens what is kept,
-/// so nothing is verified here. `None` where it is no JWT.
+/// so nothing is verified here. `None` where it is not a JWT.
 fn seconds_left(token: &str) -> Option<Duration> {
     #[derive(serde::Deserialize)]
     struct Claims {

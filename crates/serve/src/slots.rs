@@ -1,7 +1,7 @@
 //! Slots of connections on a port that anyone may reach. Every newcomer is let in; where that makes too many, the connection that has
-//! been idle for longest goes, first of those whose client is not known. So strangers keep nobody out, and a client that has shown who
+//! been idle for longest is closed, first of those whose client is not known. So strangers keep no one out, and a client that has shown who
 //! it is loses an idle connection only to others who have. The same for what calls cost before their callers are known: the stranger with
-//! the most of it goes, and where known clients have more than half of it, a connection of the one with the most.
+//! the most of it is closed, and where known clients have more than half of it, a connection of the one with the most.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -123,7 +123,7 @@ impl Taken {
         let seats = &self.stages[stage as usize];
         if seats.len() > bounds.stages[stage as usize] {
             let idle = seats.iter().find(|(_, seat)| seat.is_idle()).map(|(age, _)| *age);
-            // Strangers' calls end soon anyway; a known client's goes on.
+            // Strangers' calls end soon anyway; a known client's call may continue.
             let busy = if stage == Stage::Known { None } else { seats.keys().next().copied() };
             let age = idle.or(busy).unwrap_or(self.next);
             self.close(stage, age);
@@ -226,7 +226,7 @@ impl Slot {
         }
     }
 
-    /// Counts bytes of a call whose caller is not known, to be given back. Where that makes too many, the greediest connection goes.
+    /// Counts bytes of a call whose caller is not known, to be given back. Where that makes too many, the greediest connection is closed.
     /// False, and not counted, where that is this one; if its client is known it stays all the same.
     pub fn hold(&self, bytes: usize) -> bool {
         let mut taken = self.slots.taken.lock();

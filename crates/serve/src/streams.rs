@@ -188,7 +188,7 @@ struct Live<R> {
 }
 
 impl<R: Record> Live<R> {
-    /// The status for an answer that ends with this one. One that ends within a message is none that the driver can call whole.
+    /// The status for an answer that ends with this one. One that ends within a message is not whole, even if the driver says OK.
     fn ended(&self, status: Option<Status>, why_not: &str) -> Status {
         match (status, self.tuples.cut()) {
             (Some(status), None) => status,
@@ -221,7 +221,7 @@ impl<R: Record> Open<R> {
         };
         live.call.record.end(&status);
         let on_connection = live.call.on_connection.take();
-        // What the driver's side holds goes here; what the transport holds for the client goes with the connection.
+        // What the driver's side holds is freed here; what the transport holds for the client is freed with the connection.
         *state = State::Ended(Some(status));
         drop(state);
         if let Some(call) = on_connection {
@@ -312,7 +312,7 @@ pub async fn within<T>(
 
 fn trailers(status: &Status) -> http_body::Frame<Bytes> {
     let mut headers = HeaderMap::new();
-    // It fails for messages that are no header, and those are percent-encoded by it.
+    // It fails for messages that are not a header value, and those are percent-encoded by it.
     let _ = status.add_header(&mut headers);
     http_body::Frame::trailers(headers)
 }

@@ -20,7 +20,7 @@ use crate::identity::{Identity, Role};
 
 /// How long a ticket is good for. A caller of CreateVolume repeats the call sooner, with a new one.
 pub const LIFE: Duration = Duration::from_secs(15 * 60);
-/// How much longer one may seem to be good, for clocks differ. Nobody is to sign one for a year.
+/// How much longer one may seem to be good, because clocks differ. No one may sign one for a year.
 const CLOCKS: Duration = Duration::from_secs(15 * 60);
 /// No other signature of the router's key begins like this.
 const CONTEXT: &[u8] = b"deltapath transfer ticket 1\0";
@@ -63,7 +63,7 @@ struct Signed {
 /// Why a ticket is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// It is no ticket.
+    /// It is not a ticket.
     #[error("it is not a ticket")]
     Form,
     /// Its signer is not the router of this cluster.

@@ -3,7 +3,7 @@
 //!
 //! What the server may send ahead of a client is the window of its stream. It is small, so that any number of clients that stop
 //! reading cost a known amount of memory, and larger for as many streams as [`WideWindows`] has room for. The window of a
-//! connection is as large as those of all its streams together: a stream that nobody reads holds up no other.
+//! connection is as large as those of all its streams together: a stream that no client reads holds up no other.
 
 use std::fmt;
 use std::io;
@@ -67,7 +67,7 @@ impl WideWindows {
 /// Why a call ended without the answer's own end.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no connection to be had.
+    /// A connection could not be made.
     #[error(transparent)]
     Connect(Arc<io::Error>),
     /// The connection, or the call on it, broke.
@@ -80,7 +80,7 @@ pub enum Error {
 
 impl Error {
     /// What a server did that is there: the code for it (gRPC over HTTP/2, "Errors"), and words that follow its name. `None` where
-    /// it is away.
+    /// it does not answer.
     pub fn verdict(&self) -> Option<(Code, String)> {
         let Error::Broken(error) = self else { return None };
         let reason = error.reason()?;
@@ -91,7 +91,7 @@ impl Error {
             };
             return Some((Code::Internal, format!("breaks HTTP/2: {what}")));
         }
-        // One that says goodbye goes on with the calls that it has taken.
+        // One that says goodbye continues with the calls that it has taken.
         if !error.is_reset() {
             return None;
         }
@@ -121,7 +121,7 @@ impl Error {
 }
 
 /// What is left of a call's time, as `grpc-timeout` has it: at most eight digits (gRPC over HTTP/2, "Timeout"). It is rounded up, so
-/// that nobody gives a call up before its deadline.
+/// that no server gives a call up before its deadline.
 pub fn time_left(deadline: std::time::Instant) -> String {
     let left = deadline.saturating_duration_since(std::time::Instant::now());
     match left.as_nanos().div_ceil(1_000_000) {
@@ -232,7 +232,7 @@ impl Upstream {
         }
     }
 
-    /// A permit on a connection that there is. Of those that nobody uses one of each kind is kept.
+    /// A permit on a connection that is open. Of those without streams, one of each kind is kept.
     fn free_permit(&self, is_wide: bool) -> Option<Permit> {
         let mut open = self.open.lock();
         let mut has_idle = [false; 2];
@@ -481,7 +481,7 @@ impl Answer {
 }
 
 impl Drop for Answer {
-    /// The server is told that nobody waits any more.
+    /// Tells the server that no one waits for the answer any more.
     fn drop(&mut self) {
         self.task.abort();
     }

@@ -34,7 +34,7 @@ pub fn plain(text: &str) -> String {
 }
 
 /// The commit and its date, from git, in images and what `make build` makes. `cargo build` has none: else each commit would build
-/// everything anew.
+/// everything again.
 const COMMIT: Option<&str> = option_env!("DELTAPATH_COMMIT");
 
 /// Exit code of wrong usage.
@@ -245,7 +245,7 @@ pub fn print(text: &str) -> io::Result<()> {
     printed(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
-/// What came of printing on standard output: that its reader has closed it is no error.
+/// What came of printing on standard output. If its reader has closed it, that is not an error.
 fn printed(written: io::Result<()>) -> io::Result<()> {
     match written {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {

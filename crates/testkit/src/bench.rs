@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use files::AlignedBuffer;
 use serde_json::{Value, json};
 
-/// A row: what was measured, beside what, the limit, and whether it holds.
+/// A row: what was measured, what it is compared with, the limit, and whether it holds.
 pub struct Row {
     pub id: &'static str,
     pub what: String,

@@ -198,7 +198,7 @@ impl Cluster {
         cluster
     }
 
-    /// Drivers that are no node's yet.
+    /// A cluster that has no drivers yet.
     pub fn empty() -> Self {
         let dir = tempfile::Builder::new().prefix("deltapath-router-").tempdir().expect("temp dir");
         let authority = Authority::new("the cluster's CA");

@@ -19,7 +19,7 @@ pub struct Door {
     pub name: ServerName<'static>,
 }
 
-/// How far a stranger goes before it is silent.
+/// How far a stranger gets before it is silent.
 #[derive(Clone, Copy, Debug)]
 pub enum Stranger {
     Connection,
@@ -77,7 +77,7 @@ pub async fn keeps_nobody_out(kind: Stranger, door: Door, mut ask: impl AsyncFnM
     while begun.elapsed() < Duration::from_secs(15) || held.load(Ordering::Relaxed) < STRANGERS {
         let asked = Instant::now();
         // Until it is known a client is a stranger too, and is closed for newer ones where this machine is slow. As clients do,
-        // it connects again, and the time goes on.
+        // it connects again, and the time keeps running.
         let answered = tokio::time::timeout(Duration::from_secs(60), async { while !ask().await {} });
         answered.await.unwrap_or_else(|_| panic!("a valid client got no answer: {kind:?}"));
         took.push(asked.elapsed());

@@ -2,7 +2,7 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// The code and the body that a program answers with at this port, over HTTP/1.0, which knows no chunks; `None` where nobody
+/// The code and the body that a program answers with at this port, over HTTP/1.0, which knows no chunks; `None` where no program
 /// listens or the answer is cut.
 pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
     let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.ok()?;

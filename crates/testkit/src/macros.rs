@@ -1,4 +1,4 @@
-//! What stands before a test: root, a runtime, its cases, and a driver that is started for it. For `#[apply(...)]`.
+//! What comes before a test: root, a runtime, its cases, and a driver that is started for it. For `#[apply(...)]`.
 
 /// For `#[apply(device_test)]`: a test that attaches devices and calls over sockets. One that takes a `rig: Rig<Xfs>` is given a
 /// driver on this pool, which is stopped in order at its end and must leave nothing.

@@ -33,7 +33,7 @@ pub fn ip(arguments: &[&str]) {
     assert!(done.status.success(), "ip {arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// Another host: a namespace that a link leads to. It goes when this is dropped and its programs have ended.
+/// Another host: a namespace that a link leads to. It is removed when this is dropped and its programs have ended.
 pub struct Host {
     holder: Child,
     link: String,

@@ -42,8 +42,8 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// Starts `count` writers, whose data goes to `data` and whose log to `log`: devices, which may be one, or files.
-    /// Returns once each has written something. They go on from number `first`, and rest for `pause` of each number.
+    /// Starts `count` writers, which write their data to `data` and their log to `log`: devices, which may be one, or files.
+    /// Returns once each has written something. They continue from number `first`, and rest for `pause` of each number.
     pub fn start(data: &Path, log: &Path, count: u64, first: u64, pause: fn(u64) -> Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let written: Vec<Arc<AtomicU64>> = (0..count).map(|_| Arc::default()).collect();

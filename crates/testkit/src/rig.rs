@@ -233,7 +233,7 @@ impl Rig {
         (volume, device)
     }
 
-    /// A volume that nobody uses.
+    /// A volume that is not in use.
     pub async fn volume(&mut self, name: &str, bytes: i64, capability: VolumeCapability) -> String {
         self.client.create_volume(new_volume(name, bytes, capability)).await.expect("CreateVolume").volume_id
     }

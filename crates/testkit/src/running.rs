@@ -55,7 +55,7 @@ impl Running {
         self.status().is_none()
     }
 
-    /// The exit code, waited for while other tasks go on.
+    /// The exit code, waited for while other tasks run.
     pub async fn ended(&mut self) -> Option<i32> {
         let deadline = Instant::now() + PATIENCE;
         loop {

@@ -25,7 +25,7 @@ pub struct Subject<'r> {
 
 enum Of<'r> {
     Alone(Box<Rig>),
-    /// A driver that goes on afterwards.
+    /// A driver that keeps running afterwards.
     Lent(&'r mut Rig),
     Routed(Box<Routed>),
 }
@@ -148,7 +148,7 @@ impl<'r> Subject<'r> {
         self.rigs().iter().map(|rig| rig.log()).chain([router]).collect()
     }
 
-    /// Kills everything, as when the power fails: the router first, so that it goes nowhere else with a call.
+    /// Kills everything, as when the power fails: the router first, so that it sends no call to another node.
     pub fn kill(&mut self) {
         if let Of::Routed(routed) = &mut self.of {
             drop(routed.cluster.router.take());

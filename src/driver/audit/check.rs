@@ -86,7 +86,7 @@ struct Audit<'i> {
 impl Inspection {
     /// Checks everything but the blocks, which [`Inspection::verify`] reads. The most serious findings come first.
     ///
-    /// Beside a running driver the findings may include objects that a call is making or removing. Findings that a second
+    /// While a driver runs, the findings may include objects that a call is making or removing. Findings that a second
     /// audit a moment later repeats are real.
     pub fn check(&self) -> Result<Vec<Discovery>> {
         let mut audit = Audit { inspection: self, found: Vec::new(), backing: HashMap::new() };

@@ -73,7 +73,7 @@ pub(in crate::driver) fn mount(
         flags |= Flags::MS_RDONLY;
     }
     if fs_type == "xfs" {
-        // A clone carries its source's UUID and may be mounted beside it.
+        // A clone has the UUID of its source, and may be mounted while the source is.
         options.push("nouuid");
     }
     mount::mount(&device.path(), target, fs_type, flags, &options.join(",")).map_err(|error| {

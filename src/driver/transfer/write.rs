@@ -114,7 +114,7 @@ impl<'r> Writer<'r> {
         for mut piece in full {
             self.write(piece.bytes(), piece.offset)?;
             piece.length = 0;
-            // After the last piece nobody waits for an empty one.
+            // After the last piece no thread waits for an empty one.
             let _ = empty.send(piece);
         }
         Ok(())

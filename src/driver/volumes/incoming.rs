@@ -42,7 +42,7 @@ pub struct TransferFigures {
     pub done: u64,
     /// Ended with an error.
     pub failed: u64,
-    /// Removed because nobody wanted them any more.
+    /// Removed because they were not wanted any more.
     pub removed: u64,
     /// Bytes that came over the network.
     pub received_bytes: u64,

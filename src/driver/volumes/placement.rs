@@ -74,7 +74,7 @@ impl Choices {
             && now.duration_since(*asked) < KEPT
             && !not.contains(chosen)
         {
-            // Who proposes another node does not keep a choice that may be for nobody.
+            // A call that proposes another node does not prolong the choice: perhaps no caller needs it.
             if *chosen == proposed {
                 *asked = now;
             }
@@ -151,7 +151,7 @@ impl Placement {
         self.choices.choose(kind, name, proposed, not, Instant::now())
     }
 
-    /// The node has answered for the object `name`: if it was chosen, it is no more.
+    /// The node has answered for the object `name`. If it was the chosen one, the choice ends.
     pub fn end_choice(&self, kind: Named, name: &str, chosen: DataDirKey) -> DataDirKey {
         self.choices.end(kind, name, chosen);
         chosen

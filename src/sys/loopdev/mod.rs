@@ -3,7 +3,7 @@
 //! A device is known by the file it serves, by device and inode number: a path means another file in another mount
 //! namespace, and the nodes of a kind cluster share all loop devices of one kernel. But to ask a device for these numbers
 //! is to ask the filesystem of its file, which may be dead or silent. So devices are chosen by the path that sysfs shows,
-//! which asks nobody, and only those that may be meant are opened.
+//! which asks no filesystem, and only those that may be meant are opened.
 
 mod node;
 mod queue;
@@ -320,7 +320,7 @@ fn sysfs(number: u32) -> PathBuf {
     PathBuf::from(format!("/sys/block/loop{number}"))
 }
 
-/// The path of the file that the loop device numbered `dev` (`major:minor`) serves; `None` where it is none, or serves
+/// The path of the file that the loop device numbered `dev` (`major:minor`) serves; `None` where it is not a loop device, or serves
 /// nothing.
 pub fn backing_path_of(dev: &str) -> Option<PathBuf> {
     let name = Path::new("/sys/dev/block").join(dev).canonicalize().ok()?;

@@ -144,7 +144,7 @@ pub fn delta(bytes: &[u8]) {
     assert!(beyond.is_subset(&base_pending), "{beyond:?} are listed and did not change");
 }
 
-/// The blocks of a delta, as the driver asks for one: a map that is damaged as a whole is no way.
+/// The blocks of a delta, as the driver asks for one: where a map is damaged as a whole, without a way.
 fn run(base: &ObjectDir, target: &ObjectDir, steps: Option<&[PathBuf]>, start: u64) -> Result<BTreeSet<u64>> {
     let way = steps.and_then(|steps| steps.iter().map(|path| MapFile::open(path).ok()).collect());
     let side = |dir| Side::open(dir, Default::default());

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, refused};
 
-/// What a device or image is, so that an interrupted backup goes on with the same one and in the same state alone.
+/// What a device or image is, so that an interrupted backup continues only with the same one and in the same state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// Bytes.
@@ -118,7 +118,7 @@ impl Device {
         Ok(Device { path: path.to_owned(), cached, direct, size, is_block, identity })
     }
 
-    /// The same for one that nobody may write to meanwhile: an error where another `cbt-backup` does.
+    /// The same for one that no one may write to meanwhile: an error where another `cbt-backup` does.
     pub fn open_alone(path: &Path) -> Result<Self> {
         let device = Self::open(path)?;
         match device.cached.try_lock_shared() {

@@ -62,7 +62,7 @@ pub fn main() -> ExitCode {
     if let Err(error) = &done
         && is_json
     {
-        // Nobody may be there any more to read it.
+        // The reader may be gone.
         let _ = writeln!(std::io::stdout(), "{}", serde_json::json!({ "error": base::report(error) }));
     }
     match done {
@@ -136,7 +136,7 @@ fn start(cli: Cli) -> Result<ExitCode> {
         Err(Error::Stopped) => Err(context.lost.check().err().unwrap_or(Error::Stopped)),
         done => done,
     };
-    // A call to a disk that does not answer cannot be ended, and nobody waits for it any more.
+    // A call to a disk that does not answer cannot be ended, and no one waits for it any more.
     context.runtime.shutdown_background();
     done
 }
@@ -368,7 +368,7 @@ fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
         Err(error) => Err(error),
     })?;
     let mut listed = listed.into_iter().collect::<Result<Vec<_>>>()?;
-    // Of which volume a damaged one is nobody knows.
+    // The volume of a damaged one is not known.
     listed.retain(|backup| match (backup, &arguments.volume) {
         (Listed::Sound(about), Some(volume)) => about.volume == *volume,
         _ => true,

@@ -37,11 +37,11 @@ const LONGEST_OPTION: u32 = 8192;
 /// The one thing that can be asked about a range, and the number that it has in replies.
 const ALLOCATION: &str = "base:allocation";
 const ALLOCATION_ID: u32 = 1;
-/// Parts that are told of at once.
+/// The most parts that one reply describes.
 const LONGEST_STATUS: usize = 4096;
 /// Connections at once.
 const CONNECTIONS: usize = 16;
-/// What is best read at once, as clients are told: 256 KiB.
+/// The preferred size of a read, which is sent to clients: 256 KiB.
 const PREFERRED: u32 = 256 << 10;
 
 /// A part of a range: its length, and whether it holds data.
@@ -172,7 +172,7 @@ fn queries(content: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
     rest.is_empty().then_some((name, found))
 }
 
-/// Options until one begins the transmission; `None` where the client goes.
+/// Options until one begins the transmission; `None` where the client ends it.
 fn shake(
     disk: &impl Disk,
     stream: &mut (impl Read + Write),

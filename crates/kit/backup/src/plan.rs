@@ -11,7 +11,7 @@ use crate::repository::{BLOCK, SEGMENT, SEGMENT_BLOCKS};
 pub const CELL_BLOCKS: u32 = (CELL / BLOCK) as u32;
 /// Blocks that are read with one request: 1 MiB.
 pub const READ_BLOCKS: u32 = 256;
-/// Blocks that nobody asked for and that are read all the same, so that two requests become one.
+/// Blocks that are not listed and are read all the same, so that two requests become one.
 const GAP_BLOCKS: u32 = 8;
 
 /// Blocks of one segment.
@@ -65,7 +65,7 @@ impl Segments {
 }
 
 /// Adds the rest of each cell of which at least half is listed: then one new chunk takes the place of the old one, instead
-/// of a second one beside it.
+/// of a second one next to it.
 pub fn widen(listed: &mut Listed, size: u64) {
     let end = (size.div_ceil(BLOCK) - u64::from(listed.number) * u64::from(SEGMENT_BLOCKS))
         .min(SEGMENT_BLOCKS.into());

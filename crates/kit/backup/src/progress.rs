@@ -103,7 +103,7 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// `rate` is in bytes a second; none is no limit.
+    /// `rate` is in bytes a second; `None` means no limit.
     pub fn new(rate: Option<u64>) -> Self {
         Limit { rate, paid: Mutex::new(Instant::now()) }
     }

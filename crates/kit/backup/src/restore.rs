@@ -102,7 +102,7 @@ pub fn target_of(path: &Path) -> Result<PathBuf> {
                 Some(_) if target.exists() && !target.is_file() => {
                     Err(refused!("{} is not a file", path.display()))
                 }
-                // The draft beside it would be named, which nobody has asked for.
+                // The error would name the draft next to it, which the user did not ask for.
                 Some(_) if target.parent().is_some_and(|dir| !dir.is_dir()) => {
                     Err(refused!("{} cannot be written: its directory does not exist", path.display()))
                 }
@@ -404,7 +404,7 @@ fn compare_segment(
         let length = ((blocks.end - blocks.start) as u64 * BLOCK) as usize;
         let found = buffer.part(length);
         device.read(window.start, found)?;
-        // A device may go on behind the volume.
+        // A device may be longer than the volume.
         found[(window.end - window.start) as usize..].fill(0);
         let mut wanted = vec![0; length];
         repository.fetch(pieces(number, &segment.within(&blocks), &packs), &mut |piece, bytes| {

@@ -30,7 +30,7 @@ pub fn differs(
         let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
             let bytes = buffer.part(length);
             device.read(offset, bytes)?;
-            // A device may go on behind the volume.
+            // A device may be longer than the volume.
             let length = (length as u64).min(index.about.size - offset) as usize;
             let bytes = &bytes[..length];
             if wanted.map_or(!is_zeros(bytes), |wanted| &wanted[..length] != bytes) {

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 /// Between two looks at whether it is over.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// An answer, or [`Error::Stopped`] once `is_over` says so. A future that is not done goes on with the next call, where the
+/// An answer, or [`Error::Stopped`] once `is_over` says so. A future that is not done continues with the next call, where the
 /// caller keeps it.
 pub async fn unless<T>(is_over: impl Fn() -> bool, answer: impl Future<Output = T>) -> Result<T> {
     let over = async {

@@ -14,7 +14,7 @@ impl PageToken {
         format!("{number}-{:016x}", short_name(base, target))
     }
 
-    /// `None` where the text is no place.
+    /// `None` where the text is not a place.
     pub fn parse(text: &str) -> Option<Self> {
         let number =
             |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?;

@@ -37,7 +37,7 @@ impl Refusal {
         status
     }
 
-    /// The header that clients expect beside this code, if any.
+    /// The header that clients expect with this code, if any.
     pub fn header(&self) -> Option<(header::HeaderName, HeaderValue)> {
         match self.code {
             StatusCode::UNAUTHORIZED => Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),

@@ -1,4 +1,4 @@
-//! What the server of every design needs beside `serve::program`: readiness of an elected replica, and HTTPS. What it answers
+//! What the server of every design needs as well as `serve::program`: readiness of an elected replica, and HTTPS. What it answers
 //! is the design's own.
 
 use std::error::Error;
@@ -128,7 +128,7 @@ impl Server {
         Lease::new(self.client.clone(), &common.namespace, name, &pod, Times::default())
     }
 
-    /// The driver's name, as soon as it answers; from then on it is told whether it is ready. None where a signal came first.
+    /// The driver's name, as soon as it answers; from then on `ready` says whether the driver is ready. None where a signal came first.
     pub async fn driver_name(&mut self, driver: &Driver, ready: &Arc<Ready>) -> io::Result<Option<String>> {
         let name = tokio::select! {
             name = identity::name(&driver.channel) => name,
@@ -261,7 +261,7 @@ pub async fn answer_page<P: Serialize, H: Send + 'static>(
 }
 
 /// The answer, with what its request holds - a place, say - until the client has taken all of it but a piece. Where it has not in this
-/// time, what is left goes: a client that does not read would hold it for ever.
+/// time, what is left is dropped: a client that does not read would hold it for ever.
 pub async fn held_until_taken(answer: Response, held: impl Send + 'static, time: Duration) -> Response {
     let (mut head, body) = answer.into_parts();
     // It is in memory already.

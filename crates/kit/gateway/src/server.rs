@@ -49,7 +49,7 @@ const MAX_HEAD: u32 = 8 << 10;
 /// Bytes of requests that a connection, and a call on it, may send before they are read.
 const WINDOW: u32 = 64 << 10;
 
-/// The most bytes of a stream that wait for a client that does not read its socket, beside a piece of the driver's answer.
+/// The most bytes of a stream that wait for a client that does not read its socket, in addition to a piece of the driver's answer.
 const WAITING: usize = 32 << 10;
 
 /// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
@@ -181,7 +181,7 @@ async fn answer(
     }
 }
 
-/// Room for every stream, and for idle connections beside them.
+/// Room for every stream, and for idle connections as well.
 fn listen_limits(streams: usize, each: usize) -> Limits {
     Limits { stages: [4096, 1024, streams + 256], each: each + 64, ..Limits::default() }
 }

@@ -191,7 +191,7 @@ impl Gateway {
         }
         drop(held);
         // 3. Whether the cluster's objects are known as they are: a base whose content is not known counts as deleted, and
-        // its handle goes to the driver without a look at the caller's rights.
+        // its handle is sent to the driver without a look at the caller's rights.
         if let Some(missing) = self.objects.missing() {
             return Err(Status::unavailable(format!("{missing}: try again")));
         }
@@ -303,7 +303,7 @@ impl Gateway {
             return Ok(HashMap::new());
         };
         let secrets: Api<Secret> = Api::namespaced(self.client.clone(), &namespace);
-        // The name is the administrator's business, so it goes to the log.
+        // The name is the administrator's business, so it is written to the log.
         let unusable = |why: &str| {
             tracing::warn!(namespace, name, why, "the secret of the VolumeSnapshotClass cannot be used");
             Status::failed_precondition(format!("the secret that the VolumeSnapshotClass names {why}"))

@@ -150,7 +150,7 @@ pub struct Node {
     pub process: String,
     /// Told when a call found it away, so that it is looked at now.
     pub suspect: Arc<Notify>,
-    /// Cancelled when it is away.
+    /// Cancelled when it does not answer any more.
     gone: CancellationToken,
     link: Link,
 }

@@ -48,8 +48,8 @@ struct Table {
     /// Whether the addresses are known, be they none.
     has_addresses: bool,
     by_address: BTreeMap<Arc<str>, Entry>,
-    /// Nodes that have answered, and whose addresses are nobody's or another's now. They have objects, so they are missed
-    /// until they answer elsewhere or an operator says that they are gone.
+    /// Nodes that have answered, and whose addresses now belong to no node or to another. They have objects, so they are
+    /// missed until they answer elsewhere or an operator says that they are gone.
     departed: BTreeMap<DataDirKey, Arc<Node>>,
     forgotten: BTreeSet<DataDirKey>,
     /// What the nodes' driver is called: as in --driver-name, or as most nodes say.
@@ -99,7 +99,7 @@ impl Table {
         })
     }
 
-    /// The state of an address is no more, and another may follow.
+    /// The state of an address has ended, and another may follow.
     fn is_past(departed: &mut BTreeMap<DataDirKey, Arc<Node>>, past: &State, next: Option<&State>) {
         past.is_no_more();
         let stays = next.and_then(State::node).map(|node| node.key);
@@ -355,7 +355,7 @@ impl Nodes {
         }
         let settled =
             table.has_addresses && table.by_address.values().all(|entry| !matches!(entry.state, State::New));
-        // One that joins later holds nobody up.
+        // One that joins later holds no call up.
         self.settled.send_if_modified(|before| settled && !std::mem::replace(before, true));
     }
 

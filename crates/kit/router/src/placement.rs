@@ -1,4 +1,4 @@
-//! Which node a new volume goes to. Pure.
+//! On which node a new volume is made. Pure.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -128,7 +128,7 @@ pub fn order(mut nodes: Vec<Candidate>, requirement: Option<&TopologyRequirement
 }
 
 /// Who is asked which node makes the volume of this name, in order: the same for every router that knows these nodes, and
-/// for most names the same when a node comes or goes (rendezvous hashing).
+/// for most names the same when a node is added or removed (rendezvous hashing).
 pub fn arbiters(name: &str, mut keys: Vec<DataDirKey>) -> Vec<DataDirKey> {
     keys.sort_by_key(|key| {
         let text = key.to_string();

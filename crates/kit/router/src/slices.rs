@@ -14,13 +14,13 @@ use kube::{Api, Client};
 use crate::NodeService;
 use crate::nodes::Nodes;
 
-/// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
+/// How long a watch lasts before it is begun again: a dead connection is noticed in this time.
 const WATCH_SECONDS: u32 = 60;
 /// The port that counts, where there are several.
 const PORT: &str = "router";
 
-/// Gives `nodes` the addresses of the Service's slices, for ever. While the API server is away, and while all slices are
-/// listed anew, the last addresses count.
+/// Gives `nodes` the addresses of the Service's slices, for ever. While the API server does not answer, and while all slices
+/// are listed again, the last addresses count.
 pub async fn follow(client: Client, service: NodeService, nodes: Arc<Nodes>) {
     let api: Api<EndpointSlice> = Api::namespaced(client, &service.namespace);
     let of_service = format!("kubernetes.io/service-name={}", service.name);

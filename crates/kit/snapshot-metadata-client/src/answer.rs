@@ -33,7 +33,7 @@ pub enum Style {
 /// How an answer breaks the contract.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Violation {
-    /// The style is none that the contract knows.
+    /// The contract does not know the style.
     Style(i32),
     /// The capacity is negative.
     Capacity(i64),

@@ -92,7 +92,7 @@ impl Blocks {
     }
 
     /// Every range before this byte has been returned by [`Blocks::next`] or is about to be. Keep it together with what is
-    /// backed up, to go on from there with [`Client::query`](crate::Client::query).
+    /// backed up, to continue from there with [`Client::query`](crate::Client::query).
     pub fn position(&self) -> u64 {
         self.first.as_deref().and_then(<[Range]>::first).map_or(self.answer.end(), |first| first.offset)
     }
@@ -105,7 +105,7 @@ impl Blocks {
     /// The next ranges; `None` when the answer is whole. After an error there is nothing more.
     ///
     /// A call that is given up, as `tokio::select!` does, loses no ranges. Where it was opening the stream again, or pausing
-    /// before that, the next call begins this anew: so do not give calls up after a short time, over and over.
+    /// before that, the next call begins this again: so do not give calls up after a short time, over and over.
     pub async fn next(&mut self) -> Option<Result<Vec<Range>, Error>> {
         if let Some(first) = self.first.take()
             && !first.is_empty()

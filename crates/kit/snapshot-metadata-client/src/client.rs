@@ -60,7 +60,7 @@ impl Client {
         self.query(query, 0).await
     }
 
-    /// An answer from an offset on, for a backup that goes on after it was interrupted. Nothing before `offset` is listed;
+    /// An answer from an offset on, for a backup that continues after it was interrupted. Nothing before `offset` is listed;
     /// a range that begins before it is cut there. At or past the capacity a server answers OUT_OF_RANGE.
     pub async fn query(&self, query: Query, offset: u64) -> Result<Blocks, Error> {
         let opener = Opener {

@@ -44,7 +44,7 @@ pub enum Error {
     /// The text is not the address of a socket. Advice: stop.
     #[error("{0:?} is not an endpoint of a CSI driver: write it as unix:///run/csi/csi.sock")]
     Endpoint(String),
-    /// There is no connection to the server: nobody listens, or its certificate is not trusted. Tried again by itself.
+    /// There is no connection to the server: no process listens, or its certificate is not trusted. Tried again by itself.
     /// Advice: retry.
     #[error("cannot connect to {to}: {}", causes(&**source))]
     Connect {
@@ -145,7 +145,7 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The caller is no service account, so it can have no token of its own. Advice: stop.
+    /// The caller is not a service account, so it can have no token of its own. Advice: stop.
     #[error("{user:?} is not a service account: name one whose tokens are to be used")]
     NoAccount {
         /// The caller, as the API server calls it.

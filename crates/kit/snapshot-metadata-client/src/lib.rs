@@ -79,8 +79,8 @@
 //! # What it promises
 //!
 //! - **Never short.** The end of an answer is [`None`] from [`Blocks::next`], after the server said `OK`. A stream that ends
-//!   without a status, or with `OK` and without any message, is no answer.
-//! - **Never stopped by a cut.** A stream that is lost goes on at the byte after the last range ([`Blocks`] says where that
+//!   without a status, or with `OK` and without any message, is not an answer.
+//! - **Never stopped by a cut.** A stream that is lost continues at the byte after the last range ([`Blocks`] says where that
 //!   is not possible). Each new range sets the count of retries back, so only a server that makes no progress ends it.
 //! - **Never mixed up.** Over all parts of an answer, ranges are in order, do not overlap and lie in the volume; style and
 //!   capacity stay the same. Anything else is [`Error::Invalid`].

@@ -28,7 +28,7 @@ pub(crate) struct Opener {
 impl Opener {
     /// Asks for an answer from an offset on, over a connection of its own: a retry may find another server.
     pub async fn open(&mut self, query: &Query, offset: u64, policy: &Policy) -> Result<Messages, Error> {
-        // Above it is no offset of the contract, and the answer is the same.
+        // The contract has no larger offset, and the answer is the same.
         let offset = i64::try_from(offset).unwrap_or(i64::MAX);
         match &*self.source {
             Source::Csi(socket) => socket.open(query, offset, policy).await,

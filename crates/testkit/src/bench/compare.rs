@@ -11,7 +11,7 @@ use super::Row;
 
 /// By how much a figure may differ from run to run.
 const WORSE: f64 = 1.25;
-/// And memory in MiB, and open files: a few more are no matter.
+/// And memory in MiB, and open files: a few more do not matter.
 const MORE: f64 = 4.0;
 
 /// A figure that says the same on every machine.
@@ -43,7 +43,7 @@ impl Figure {
         words.windows(2).filter_map(figure).collect::<Vec<_>>().into_iter()
     }
 
-    /// Those that are compared: of what was measured the memory and the files, and all ratios to what stands beside it.
+    /// Those that are compared: of what was measured the memory and the files, and all ratios to what it is compared with.
     fn compared(measured: &str, beside: &str) -> Vec<Self> {
         let is_ratio = |figure: &Self| matches!(figure, Figure::Cost(_) | Figure::Speed(_));
         let own = Figure::all(measured).filter(|figure| !is_ratio(figure));

@@ -140,7 +140,7 @@ impl Rack {
     }
 
     /// Takes the power away from a disk while it is in use, in a copy: the number of the disk that the next
-    /// boot finds, and what it lost. The original goes on.
+    /// boot finds, and what it lost. The original keeps working.
     pub fn cut(&self, disk: usize, random: &mut Rng) -> (usize, String) {
         let mut disks = self.disks.lock();
         let (found, story) = disks[disk].cut(random);
@@ -168,7 +168,7 @@ impl Drop for Rack {
         match deltapath::sys::mount::unmount(&self.dir) {
             // The server ends with its mount.
             Ok(()) => drop(self.server.take().map(JoinHandle::join)),
-            // A disk is still in use, by another mount namespace or after a panic: it goes with its last user.
+            // A disk is still in use, by another mount namespace or after a panic: it is unmounted with its last user.
             Err(_) => nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH).expect("unmount"),
         }
     }

@@ -194,7 +194,7 @@ pub fn snapshots(names: &[&str]) -> Value {
     rule
 }
 
-/// Somebody who asks for deltas by way of kube-apiserver.
+/// A user who asks for deltas through kube-apiserver.
 pub struct User {
     pub client: Client,
     namespace: String,
@@ -214,7 +214,7 @@ pub struct Answer {
 
 impl Answer {
     pub fn json(&self) -> Value {
-        // kube-apiserver writes plain text where nobody serves an APIService.
+        // kube-apiserver writes plain text where no server answers for an APIService.
         serde_json::from_str(&self.body).unwrap_or_else(|_| json!(self.body))
     }
 }

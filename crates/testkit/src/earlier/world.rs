@@ -250,7 +250,7 @@ impl Program {
         }
     }
 
-    /// What the readiness probe gets; 0 where nobody listens.
+    /// What the readiness probe gets; 0 where no program listens.
     pub async fn readiness(&self) -> (u16, String) {
         readiness(self.http).await
     }
@@ -340,7 +340,7 @@ impl Program {
     }
 }
 
-/// What the readiness probe at that port gets; 0 where nobody listens.
+/// What the readiness probe at that port gets; 0 where no program listens.
 pub async fn readiness(port: u16) -> (u16, String) {
     crate::http::get(port, "/readyz").await.unwrap_or_default()
 }

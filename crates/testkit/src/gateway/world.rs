@@ -187,7 +187,7 @@ impl World {
         self.gateway_with(more, None, LEVELS).await
     }
 
-    /// The same with an audit that goes elsewhere, and another RUST_LOG.
+    /// The same with an audit that is written elsewhere, and another RUST_LOG.
     pub async fn gateway_with(&self, more: &[&str], audit_to: Option<Stdio>, levels: &str) -> Gateway {
         let config = self.gateway_kubeconfig("gateway").await;
         self.gateway_as(&config, "gateway", more, audit_to, levels)

@@ -217,7 +217,7 @@ impl Hashing {
 
     /// Keeps in `changed` what differs from the parent.
     ///
-    /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
+    /// 1. Write the new map next to the old one: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the old one. After a crash either may be there: the old one lists the same changes, and perhaps more.
     fn compare(&self, record: &SnapshotRecord, parent: &SnapshotRecord) -> Result<()> {
         let dir = self.shared.store.snapshot_dir(record);

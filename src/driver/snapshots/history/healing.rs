@@ -42,7 +42,7 @@ impl Histories {
     /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long, but only callers that need the
     /// map wait.
     ///
-    /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
+    /// 1. Write it next to the damaged one and sync it: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the damaged one.
     pub(in crate::driver) fn write_allocated(
         &self,

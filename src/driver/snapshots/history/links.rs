@@ -141,7 +141,7 @@ impl History<'_> {
     /// Merges the changes of a snapshot that is removed into those of the next one, whose map then
     /// is relative to the parent of the removed one.
     ///
-    /// 1. Write the union beside the next one's map and sync it: a crash leaves a draft that the next merge replaces.
+    /// 1. Write the union next to the next one's map and sync it: a crash leaves a draft that the next merge replaces.
     /// 2. Rename it over the map and sync: the map names the snapshot that it is relative to, so both change at once.
     ///    After a crash here the snapshot still exists, but no map is relative to it, so deltas from it compare all
     ///    blocks.

@@ -89,7 +89,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
 }
 
 /// Writes the index, and so makes the backup. The lock is looked at before, and after: where it was lost in between, while
-/// the machine stood still, a prune may have removed what the index names, and it goes again.
+/// the machine stood still, a prune may have removed what the index names, so the index is removed again.
 fn commit(repository: &Repository, index: &Index) -> Result<()> {
     let name = format!("backups/{}", index.about.id);
     check(&index.about, &index.packs, &index.segments, &name)?;
@@ -126,7 +126,7 @@ struct Run<'r> {
     state: State<'r>,
 }
 
-/// A segment in work. Its map is stored with the last reference to it.
+/// A segment that is being backed up. Its map is stored with the last reference to it.
 struct Work<'r> {
     listed: Listed,
     base: Option<&'r SegmentRef>,
@@ -209,7 +209,7 @@ impl<'r> Run<'r> {
                 let grown = self.base.filter(|base| base.about.size < size);
                 let known = grown.map_or(size, |base| base.about.size / BLOCK * BLOCK);
                 let runtime = repository.store.runtime();
-                // Whatever is begun for the next ranges, a new call or the pause before it, goes on until they are there.
+                // Whatever is begun for the next ranges, a new call or the pause before it, continues until they arrive.
                 let mut next = async || {
                     Ok::<_, Error>(unless(|| self.state.is_over(), blocks.next()).await?.transpose()?)
                 };
@@ -322,7 +322,7 @@ impl<'r> Run<'r> {
         Ok(())
     }
 
-    /// Stores the map of a segment, if nobody works on it any more.
+    /// Stores the map of a segment, if no thread works on it any more.
     fn complete(&self, work: Arc<Work<'_>>) -> Result<()> {
         let Some(work) = Arc::into_inner(work) else { return Ok(()) };
         if work.is_cut.into_inner() {

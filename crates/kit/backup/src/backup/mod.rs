@@ -212,7 +212,7 @@ fn incremental(
     let delta = asked.client.delta(handle, &asked.snapshot);
     let blocks = match repository.store.wait(delta)? {
         Ok(blocks) => blocks,
-        // Nobody named this base: it is the last backup of that name, and the next one would be refused as this one is.
+        // The user did not name this base: it is the last backup of that name, and the next one would be refused as this one is.
         Err(error) if request.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
             return Err(Not::Possible(format!(
                 "the driver does not accept {handle} (backup {}) as a base of {snapshot}; the volume was probably deleted and \
@@ -293,7 +293,7 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
     }))
 }
 
-/// A larger device is no error, since drivers may round up; but a driver that tells too small a capacity would make a backup
+/// A larger device is not an error, since drivers may round up; but a driver that tells too small a capacity would make a backup
 /// that is short.
 fn fits(device: &Device, size: u64) -> Result<()> {
     let (path, has) = (device.path().display(), device.size());

@@ -1,5 +1,5 @@
-//! What is interrupted: it is noted while a backup works, so that a killed one goes on too, and gone on with by `--resume`
-//! where it is of the same data.
+//! What is left of an interrupted backup. It is noted while a backup works, so that a killed one can continue too. `--resume`
+//! continues it where it is of the same data.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -158,7 +158,7 @@ fn name(about: &About) -> String {
     format!("partial/{}", about.id)
 }
 
-/// Leaves what `--resume` goes on with. Errors are only logged: the backup has failed already.
+/// Leaves what `--resume` continues with. Errors are only logged: the backup has failed already.
 pub fn leave(repository: &Repository, partial: &Partial) {
     match write(repository, partial) {
         Ok(()) => shell::say!(
@@ -169,7 +169,7 @@ pub fn leave(repository: &Repository, partial: &Partial) {
     }
 }
 
-/// Removes what was noted of a backup with which nothing is to go on. What stays here a prune removes.
+/// Removes what was noted of a backup that is not to be continued. What stays here is removed by a prune.
 pub fn drop_own(repository: &Repository, about: &About) {
     if let Err(error) = repository.store.remove(&[name(about)]) {
         tracing::warn!("what was interrupted stays until a prune: {}", base::report(&error));

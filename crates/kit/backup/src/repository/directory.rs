@@ -61,8 +61,8 @@ impl FileLock {
         lock.check().map(|()| lock)
     }
 
-    /// The kernel locks a file, and others lock what has its name by then: where that is another file, or none, nobody is kept
-    /// out.
+    /// The kernel locks a file, and others lock what has its name by then: where that is another file, or none, the lock
+    /// keeps no one out.
     pub fn check(&self) -> Result<()> {
         let held = self.file.metadata().context("look at", &self.path)?;
         let is_it = |there: &Metadata| (there.dev(), there.ino()) == (held.dev(), held.ino());

@@ -140,7 +140,7 @@ const MAGIC: &[u8; 8] = b"cbtbackp";
 /// Of everything in a repository. One with another is refused.
 pub const VERSION: u32 = 1;
 
-/// Bytes of an object that is no pack:
+/// Bytes of an object that is not a pack:
 ///
 /// ```text
 ///    0   8   "cbtbackp"

@@ -1,15 +1,15 @@
 //! Locks on a repository: shared by those who add or read, exclusive for `prune`.
 //!
 //! In a directory a lock is flock(2) on the file `lock`: the kernel frees it with the process, also after kill -9. A
-//! bucket has nothing like it, so there a lock is an object below `locks/` that its holder writes anew every minute. One
+//! bucket has nothing like it, so there a lock is an object below `locks/` that its holder rewrites every minute. One
 //! that was not written for ten minutes is of a process that is gone, and the next who looks removes it; on the same machine
 //! it is known at once, by the process. Times are compared with that of one's own lock object. Both are the storage's, so no
 //! other clock counts.
 //!
-//! A holder does not hear that its lock was removed, the file or the object, so it checks. A lock that is gone is never made anew, and one
-//! that was not written for five minutes counts as lost, by a clock that goes on while the machine sleeps: the five minutes
-//! that are left are for requests under way. Before an index is written, and before what a prune removes or replaces, the
-//! lock is written once more ([`Lock::hold`]): a removal before that is seen.
+//! A holder does not hear that its lock was removed, the file or the object, so it checks. A lock that is gone is never
+//! made again, and one that was not written for five minutes counts as lost, by a clock that keeps running while the machine
+//! sleeps: the five minutes that are left are for requests under way. Before an index is written, and before what a prune
+//! removes or replaces, the lock is written once more ([`Lock::hold`]): a removal before that is seen.
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -32,12 +32,12 @@ const LIFE: Duration = Duration::from_secs(600);
 /// Between two looks at a lock that is in the way.
 const POLL: Duration = Duration::from_secs(1);
 
-/// Who may work beside.
+/// Who may work at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// Others that share.
     Shared,
-    /// Nobody.
+    /// No one.
     Exclusive,
 }
 
@@ -112,7 +112,7 @@ impl Lost {
 /// What a command wants of a repository.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'c> {
-    /// Who may work beside.
+    /// Who may work at the same time.
     pub mode: Mode,
     /// Its name, for those who find the lock in their way.
     pub command: &'c str,
@@ -122,7 +122,7 @@ pub struct Wanted<'c> {
     pub is_reader: bool,
 }
 
-/// A lock that is held until the value goes.
+/// A lock that is held until the value is dropped.
 #[derive(Debug)]
 pub enum Lock {
     /// By the kernel.
@@ -140,7 +140,7 @@ struct Busy {
 
 impl Lock {
     /// Takes the lock, or says who has it. The store is stopped when it is lost, and `lost` says why. A reader without the
-    /// right to write has none: a prune beside it makes it fail, but what it reads has checksums.
+    /// right to write has none: a prune at the same time makes it fail, but what it reads has checksums.
     pub fn take(store: &Store, wanted: Wanted<'_>, lost: &Lost) -> Result<Option<Self>> {
         let until = Instant::now() + wanted.wait;
         let mut is_told = false;
@@ -286,7 +286,7 @@ impl Times {
     }
 }
 
-/// Time that goes on while the machine sleeps, since some moment.
+/// Time since some moment, which also counts while the machine sleeps.
 fn now() -> Duration {
     // Every Linux since 2.6.39 has it.
     clock_gettime(ClockId::CLOCK_BOOTTIME).expect("a clock").into()
@@ -326,7 +326,7 @@ impl Held {
         self.lost.check()
     }
 
-    /// Writes it anew. It is looked at before whether that comes too late: others may have removed it already, and in its
+    /// Writes it again. It is looked at before whether that comes too late: others may have removed it already, and in its
     /// place there may be none.
     fn renew(&self) -> Result<()> {
         let _one = self.renewing.lock();
@@ -349,7 +349,7 @@ impl Held {
 #[derive(Debug)]
 pub struct ObjectLock {
     held: Arc<Held>,
-    /// Dropped, it ends the thread that writes the lock anew.
+    /// Dropped, it ends the thread that rewrites the lock.
     ends: Option<Sender<()>>,
     renewer: Option<JoinHandle<()>>,
 }
@@ -362,7 +362,7 @@ impl ObjectLock {
         let name = format!("locks/{}", super::random_digits(16)?);
         let written = Mutex::new(now());
         store.replace(&name, bytes.clone())?;
-        // From here on it goes again where this one fails.
+        // From here on, the object is removed again where this call fails.
         let (store, lost) = (store.clone(), lost.clone());
         let times = Times::new();
         let held = Held { store, name, bytes, times, written, renewing: Mutex::default(), lost };
@@ -391,14 +391,14 @@ impl ObjectLock {
 }
 
 impl Held {
-    /// Removes a lock whose holder is gone. It is in nobody's way any more, also where it has to stay.
+    /// Removes a lock whose holder is gone. It is not in the way of any command any more, also where it has to stay.
     fn remove(&self, name: String) {
         if let Err(error) = self.store.remove(&[name]) {
             tracing::warn!("a lock that is out of its time stays: {}", base::report(&error));
         }
     }
 
-    /// Another lock that is in the way. Two that come at once see each other, and at least one goes.
+    /// Another lock that is in the way. Two that come at once see each other, and at least one gives way.
     fn in_the_way(&self, mode: Mode) -> Result<Option<Busy>> {
         let locks = self.store.list("locks")?;
         let Some(own) = locks.iter().find(|lock| lock.location.as_ref() == self.name) else {

@@ -15,7 +15,7 @@
 //!
 //! Everything is a tree of checksums: an index has one of itself and names packs by the BLAKE3 of their tables, a table
 //! has that of each chunk, and a chunk may be the map of a segment, which names packs and chunks in turn. Objects never
-//! change, but for indexes when a prune has moved chunks, and those are replaced as one step. A checksum is no signature:
+//! change, but for indexes when a prune has moved chunks, and those are replaced as one step. A checksum is not a signature:
 //! whoever can write to the repository can forge it, so every length in an object has a bound, and what asks for more is
 //! damaged.
 //!
@@ -67,7 +67,7 @@ use crate::error::{Error, Result, refused};
 const CONFIG: &str = "repository";
 /// Bytes of the largest index that is read: that of a volume of several PiB.
 const MAX_INDEX: usize = 256 << 20;
-/// Bytes of any other object that is no pack.
+/// Bytes of any other object that is not a pack.
 const MAX_NOTE: usize = 1 << 20;
 /// Objects that are removed between two looks at the lock.
 const REMOVED: usize = 100;
@@ -114,7 +114,7 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// Opens a repository that is there. Nothing needs the content of its [`CONFIG`], so backups beside a damaged one can be read.
+    /// Opens a repository that is there. Nothing needs the content of its [`CONFIG`], so backups can be read where it is damaged.
     pub fn open(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
         let repository = Self::of(Store::open(url, false, runtime, stop)?);
         let Err(error) = repository.config() else { return Ok(repository) };
@@ -173,7 +173,7 @@ impl Repository {
         Self::open(url, runtime, stop)
     }
 
-    /// Takes the lock, until the value goes. See [`Lock::take`].
+    /// Takes the lock, until the value is dropped. See [`Lock::take`].
     pub fn lock(self, wanted: Wanted<'_>, lost: &Lost) -> Result<Self> {
         let lock = Lock::take(&self.store, wanted, lost)?;
         Ok(Repository { lock, ..self })
@@ -289,7 +289,7 @@ impl Repository {
         let list = self.store.list("partial")?.into_iter().map(|object| object.location.to_string());
         let read = |name: &String| Partial::decode(&self.store.get(name, MAX_INDEX)?, name);
         let found = list.map(|name| (name.clone(), read(&name)));
-        // What a backup beside this command has removed is done.
+        // What another backup has removed meanwhile is done.
         Ok(found.filter(|(_, partial)| !matches!(partial, Err(error) if error.is_not_found())).collect())
     }
 

@@ -256,7 +256,7 @@ impl Compressor {
 #[derive(Clone, Debug, Default)]
 pub struct Spare(Arc<Mutex<Vec<AlignedBuffer>>>);
 
-/// Memory that goes back when it is dropped.
+/// Memory that is given back when it is dropped.
 struct Lent {
     bytes: AlignedBuffer,
     to: Spare,

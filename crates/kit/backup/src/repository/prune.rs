@@ -194,7 +194,7 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
     repository.store.sync_removals("partial")
 }
 
-/// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
+/// Files that were being written when a process ended: the store writes NAME#NUMBER next to NAME, and lists none of them.
 fn remove_drafts(repository: &Repository) -> Result<()> {
     let Some(dir) = repository.store.dir() else { return Ok(()) };
     for top in ["packs", "backups", "partial", "damaged", ""] {

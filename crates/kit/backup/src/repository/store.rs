@@ -31,7 +31,7 @@ use crate::device::{Device, Target};
 use crate::error::{Error, Result, refused};
 use crate::wait::{unless, wait};
 
-/// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
+/// From this length on what is read of a directory's object, or written as one, bypasses the page cache, which it would
 /// only pass through.
 const LARGE: u64 = 256 << 10;
 
@@ -96,7 +96,7 @@ impl Store {
         } else if !dir.is_dir() {
             return Err(wrong("there is no such directory; the first backup makes it".into()));
         }
-        // An object is a file that is written beside, synced, renamed, and its directory synced.
+        // An object is a file that is written under another name, synced and renamed; then its directory is synced.
         let local = LocalFileSystem::new_with_prefix(dir).map_err(|error| wrong(error.to_string()))?;
         Ok(Self::of(Arc::new(local.with_fsync(true)), Some(dir.to_owned()), runtime, stop))
     }
@@ -154,7 +154,7 @@ impl Store {
         }
     }
 
-    /// Writes an object anew, and `false` where it is gone: then it stays gone, and nobody sees it come back.
+    /// Writes an object again, and `false` where it is gone: then it stays gone, and no one sees it come back.
     pub fn rewrite(&self, name: &str, bytes: &[u8], within: Duration) -> Result<bool> {
         let name = Name::from(name);
         let rewrite = async { timeout(within, self.try_rewrite(&name, bytes)).await };
@@ -315,7 +315,7 @@ impl Store {
     }
 
     /// An error where what a directory has under this name is not ours to read or to change: below its top a directory that is a
-    /// symbolic link, and an object to be read that is no plain file. What is missing is an error of the call itself.
+    /// symbolic link, and an object to be read that is not a plain file. What is missing is an error of the call itself.
     pub fn check(&self, name: &str, is_read: bool) -> Result<()> {
         let Some(mut path) = self.dir.clone() else { return Ok(()) };
         for (depth, part) in name.split('/').enumerate() {
@@ -333,7 +333,7 @@ impl Store {
         Ok(())
     }
 
-    /// The objects of a directory at the top, and those of directories in it. What has another name than ours is none.
+    /// The objects of a directory at the top, and those of directories in it. What does not have one of our names is not an object.
     pub fn list(&self, top: &str) -> Result<Vec<ObjectMeta>> {
         let name = Name::from(top);
         let mut found: Vec<ObjectMeta> = match &self.dir {
@@ -345,7 +345,7 @@ impl Store {
         Ok(found)
     }
 
-    /// Everything in a directory at the top, and in directories in it, that is no directory; of no name, what lies at the top.
+    /// Everything in a directory at the top, and in directories in it, that is not a directory; of no name, what lies at the top.
     pub fn files(&self, top: &str) -> Result<Vec<(String, Metadata)>> {
         let Some(dir) = self.dir.clone() else { return Ok(Vec::new()) };
         let top = top.to_owned();
@@ -364,7 +364,7 @@ impl Store {
         Ok(listed.common_prefixes.into_iter().chain(objects).map(|name| name.to_string()).collect())
     }
 
-    /// Removes objects; one that is gone already is none of its errors.
+    /// Removes objects; one that is gone already is not an error.
     pub fn remove(&self, names: &[String]) -> Result<()> {
         for name in names {
             self.check(name, false)?;
@@ -404,15 +404,15 @@ fn may_ask_the_machine() -> bool {
     std::env::var("AWS_EC2_METADATA_DISABLED").is_ok_and(|value| value.eq_ignore_ascii_case("false"))
 }
 
-/// Writes a file as the store of a directory does, but for the page cache: beside its name, synced, renamed, its directory
-/// synced.
+/// Writes a file as the store of a directory does, but for the page cache: under another name, synced, renamed, and
+/// its directory synced.
 fn write_large(dir: &Path, path: &Path, parts: &[Bytes]) -> Result<()> {
     let (draft, file) = create_draft(dir, path)?;
     let written = || {
         let target = Target::of(&file, &draft);
         let mut offset = 0;
         for part in parts {
-            // What is no whole block goes through the cache.
+            // What is not a whole block is written through the cache.
             let (blocks, rest) = part.split_at(part.len() / ALIGN * ALIGN);
             for bytes in [blocks, rest].into_iter().filter(|bytes| !bytes.is_empty()) {
                 target.write(bytes, offset)?;

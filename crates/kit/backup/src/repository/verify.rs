@@ -60,7 +60,7 @@ impl Use {
         Use { pack, chunks: Vec::new() }
     }
 
-    /// Marks a chunk; one that the table does not have is none.
+    /// Marks a chunk; one that the table does not have is ignored.
     pub fn mark(&mut self, chunk: u32) {
         let word = chunk as usize / 64;
         if chunk < self.pack.rows {
@@ -132,7 +132,7 @@ pub fn verify(repository: &Repository, ids: Option<&[String]>, threads: usize) -
             report.damage.push(Damage { backup: None, what, start: None, end: None });
         }
     }
-    // What a prune does beside looks like damage.
+    // What a prune does meanwhile looks like damage.
     repository.was_held()?;
     if !report.damage.is_empty() && !repository.has_lock() {
         let after = repository.store.list("backups")?;
@@ -209,7 +209,7 @@ fn mark(
     Ok(())
 }
 
-/// What is no backup.
+/// What is not a backup.
 fn others(
     repository: &Repository,
     report: &mut Report,
@@ -236,7 +236,7 @@ fn others(
 }
 
 impl Report {
-    /// Takes damage in; what is none is an error still.
+    /// Adds damage to the report; any other error is returned.
     fn note(&mut self, found: Result<()>) -> Result<()> {
         match found {
             Err(error) if error.is_damage() => {
@@ -326,6 +326,7 @@ fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
     match table {
         Ok(rows) => {
             for (chunk, row) in (0..).zip(&rows) {
+                repository.store.stop().check()?;
                 if !of.is_marked(chunk) {
                     broken.unused += u64::from(row.stored);
                 }
@@ -341,10 +342,10 @@ fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
     Ok(broken)
 }
 
-/// Ranges of a backup that are told one by one.
+/// Ranges of a backup that are reported one by one.
 const TOLD: usize = 1000;
 
-/// The bytes of a backup that lie in broken chunks. What is broken and told of, here or by [`look`], goes to `reported`.
+/// The bytes of a backup that lie in broken chunks. What is broken and reported, here or by [`look`], is added to `reported`.
 fn hurt(
     repository: &Repository,
     index: &Index,

@@ -23,7 +23,7 @@ const PARTS: u32 = 16;
 /// Where chunks of all threads go.
 pub struct Writer<'r> {
     repository: &'r Repository,
-    /// Threads that add take the state; a full pack waits for its turn to be sent with the state taken, so that nobody is
+    /// Threads that add take the state; a full pack waits for its turn to be sent with the state taken, so that no thread is
     /// quicker than the storage.
     state: Mutex<State>,
     permits: Arc<Semaphore>,
@@ -67,7 +67,7 @@ impl State {
 }
 
 impl<'r> Writer<'r> {
-    /// A writer that goes on after segments that are stored already.
+    /// A writer that continues after segments that are stored already.
     pub fn new<'s>(
         repository: &'r Repository,
         packs: &[PackRef],
@@ -115,7 +115,7 @@ impl<'r> Writer<'r> {
         Segment::decode(&bytes, &mut self.state.lock().packs)
     }
 
-    /// Adds the map of a segment; one without data is none.
+    /// Adds the map of a segment; one without data has no map.
     pub fn segment(&self, number: u32, segment: Segment) -> Result<()> {
         if segment.extents.is_empty() {
             return Ok(());

@@ -82,7 +82,7 @@ pub fn router(api: Arc<Api>) -> Router {
         .with_state(api)
 }
 
-/// No request goes on without a user that kube-apiserver names.
+/// No request is served without a user that kube-apiserver names.
 async fn identify(
     State(api): State<Arc<Api>>,
     Extension(calls): Extension<Calls>,
@@ -262,7 +262,7 @@ impl Api {
         Ok((resource::answer(delta, namespace, &answer), warnings, place))
     }
 
-    /// Whether the answer may have data tokens. A right to know which blocks changed is none to read them.
+    /// Whether the answer may have data tokens. A right to know which blocks changed is not a right to read them.
     async fn may_have_data(&self, caller: &Caller, data: Object<'_>) -> Result<bool, Refusal> {
         match self.reviews.may(caller, "create", data).await {
             Ok(()) => Ok(true),

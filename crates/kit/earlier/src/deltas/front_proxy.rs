@@ -147,7 +147,7 @@ impl Trust {
                 name.as_str().strip_prefix(&prefix.to_ascii_lowercase()).filter(|key| !key.is_empty())
             });
             if let (Some(key), Ok(value)) = (key, value.to_str()) {
-                // What is no such writing stays as it is.
+                // What cannot be decoded stays as it is.
                 let key = percent_decode_str(key).decode_utf8().map_or(key.to_owned(), Cow::into_owned);
                 extra.entry(key).or_default().push(value.to_owned());
             }

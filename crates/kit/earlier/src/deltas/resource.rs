@@ -63,7 +63,7 @@ pub struct State {
     pub error: Option<String>,
     pub limit: u64,
     pub offset: u64,
-    /// Index of the block to go on from.
+    /// Index of the block to continue from.
     #[serde(rename = "continue", skip_serializing_if = "Option::is_none")]
     pub next: Option<u64>,
     pub changed_blocks: Vec<Entry>,
@@ -96,7 +96,7 @@ struct DataToken {
 }
 
 impl Entry {
-    /// `None` where the block is none: it does not begin at a multiple of its size.
+    /// `None` where the block is not valid: it does not begin at a multiple of its size.
     pub fn of(block: Block) -> Option<Self> {
         let Block { offset, block_size_bytes, token } = block;
         let offset =

@@ -21,7 +21,7 @@ mod wire;
 
 pub use serve::snapshots::{Content, Snapshot, SnapshotName};
 
-/// How long a watch lasts before it is begun anew. So the API server answers each watch at least this often, also where no
+/// How long a watch lasts before it is begun again. So the API server answers each watch at least this often, also where no
 /// object changes.
 const WATCH_SECONDS: u32 = 30;
 /// How long the API server may leave a watch unanswered before what it has shown is used no more. A watch that fails once or
@@ -49,7 +49,7 @@ struct Tables {
     audience: Table<String, String>,
 }
 
-/// Objects by name. While a watch lists all of them anew, the earlier ones count until it is done.
+/// Objects by name. While a watch lists all of them again, the earlier ones count until it is done.
 #[derive(Debug)]
 struct Table<K, V> {
     known: HashMap<K, V>,

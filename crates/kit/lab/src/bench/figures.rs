@@ -159,7 +159,7 @@ impl Figure {
     }
 }
 
-/// All samples of a run, while it goes on.
+/// All samples of a run, while it is under way.
 #[derive(Debug, Default)]
 pub(super) struct Book(Vec<Row>);
 
@@ -262,7 +262,7 @@ pub(super) enum Verdict {
 /// A run on a driver.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Outcome {
-    /// What tells it from others beside it: the name of its file.
+    /// What tells it from others next to it: the name of its file.
     #[serde(skip)]
     pub label: Option<String>,
     /// The version of cbt-lab.
@@ -272,7 +272,7 @@ pub(super) struct Outcome {
     pub verdict: Verdict,
     pub conditions: Conditions,
     pub figures: Vec<Figure>,
-    /// What stopped a run beside the figures.
+    /// What stopped a run, apart from what the figures say.
     pub troubles: Vec<String>,
     pub left_behind: Vec<String>,
 }

@@ -8,7 +8,7 @@ use super::steps::{Bench, Lived, Over};
 use crate::random;
 
 impl Bench<'_> {
-    /// All that is planned. What went wrong beside the figures, and what could not be taken away.
+    /// All that is planned. What went wrong apart from the figures, and what could not be taken away.
     pub async fn measure(&mut self, troubles: &mut Vec<String>, left: &mut Vec<String>) {
         for size in &self.plan.sizes {
             for run in 1..=self.plan.runs {

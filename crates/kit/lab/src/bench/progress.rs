@@ -46,7 +46,7 @@ impl Progress {
         self.message(what);
     }
 
-    /// The same step goes on with something else.
+    /// The same step continues with something else.
     pub fn message(&self, what: &str) {
         self.with(|state| {
             let text = format!("{}: {what}", state.part);

@@ -38,7 +38,7 @@ pub(super) fn heading(result: &Outcome) -> String {
     )
 }
 
-/// What a user has to know of a result beside its figures.
+/// What a user has to know of a result in addition to its figures.
 pub(super) fn warnings(result: &Outcome) -> Vec<String> {
     let mut text = Vec::new();
     match result.verdict {

@@ -145,7 +145,7 @@ impl Bench<'_> {
         }
     }
 
-    /// What the driver says is left, if it does, once it says the same twice: deletions may go on behind the calls.
+    /// What the driver says is left, if it does, once it says the same twice: deletions may continue after the calls.
     pub async fn space(&mut self, volume: Option<&Volume>) -> Option<f64> {
         if !self.claims_capacity {
             return None;

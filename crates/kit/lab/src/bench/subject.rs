@@ -1,4 +1,4 @@
-//! A volume with data in it, published, and what changes in it; beside it the same in a plain file.
+//! A volume with data in it, published, and what changes in it; to compare with it, the same in a plain file.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

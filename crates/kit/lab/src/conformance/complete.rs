@@ -147,7 +147,7 @@ fn nothing(answer: &Answer, what: &str) -> Judged {
     remarked(if bytes > 0 { vec![format!("lists {bytes} bytes, though {what}")] } else { Vec::new() })
 }
 
-/// A volume that nobody wrote to.
+/// A volume that was never written to.
 pub(super) async fn never_written(fixtures: &Fixtures) -> Judged {
     let empty = &fixtures.pair()?.empty;
     let answer = fixtures.ask(&empty.allocated(), 0, 0).await?;

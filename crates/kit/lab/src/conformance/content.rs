@@ -120,7 +120,7 @@ pub(crate) fn blocks(blocks: impl IntoIterator<Item = u64>) -> Ranges {
     Ranges::of(blocks.into_iter().map(|block| block * BLOCK..(block + 1) * BLOCK))
 }
 
-/// The device and its size; an error when it is none.
+/// The size of a device; an error when it is not a block device.
 pub(crate) fn device_size(device: &Path) -> Result<u64, Wrong> {
     if !std::fs::metadata(device).is_ok_and(|meta| meta.file_type().is_block_device()) {
         return Err(Wrong::new(format!("{} is no block device after NodePublishVolume", device.display())));
@@ -162,7 +162,7 @@ pub(crate) fn differs_outside(
 /// Threads at work on devices.
 static AT_WORK: AtomicUsize = AtomicUsize::new(0);
 
-/// Work on a device, which may hang: not on the threads that keep the time. It is stopped when nobody
+/// Work on a device, which may hang: not on the threads that keep the time. It is stopped when no caller
 /// waits for it any more.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce(&Stop) -> Result<T, Wrong> + Send + 'static,

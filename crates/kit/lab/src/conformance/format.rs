@@ -99,7 +99,7 @@ pub(super) async fn inside(subject: &impl Subject, kind: Kind) -> Judged {
     remarked(remarks)
 }
 
-/// Asks of each message whether it is right beside the first one.
+/// Asks of each message whether it is right compared with the first one.
 async fn messages(
     subject: &impl Subject,
     kind: Kind,

@@ -1,5 +1,5 @@
 //! What happens around a snapshot: its volume grows, is written on, modified, restored from and deleted;
-//! snapshots beside it go.
+//! other snapshots are deleted.
 
 use tonic::Code;
 
@@ -92,7 +92,7 @@ pub(super) async fn as_before(
     Ok(())
 }
 
-/// The volume goes on; its snapshots do not.
+/// The volume changes; its snapshots do not.
 pub(super) async fn written_on(fixtures: &Fixtures) -> Judged {
     let (open, change) = short(&fixtures.plugin).await?;
     let answers = both(fixtures, &change.before, &change.after).await?;
@@ -132,7 +132,7 @@ pub(super) async fn source_deleted(fixtures: &Fixtures) -> Judged {
     remarked(remarks)
 }
 
-/// A chain is no weaker for a link that is gone.
+/// A chain is not weaker when a link is gone.
 pub(super) async fn middle_deleted(fixtures: &Fixtures) -> Judged {
     let (mut open, change) = short(&fixtures.plugin).await?;
     let step = open.blocks() / 16;
@@ -222,7 +222,7 @@ pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
     remarked_once(remarks)
 }
 
-/// A size that is no multiple of what drivers count in: the driver may round it up, and tells what it made.
+/// A size that is not a multiple of what drivers count in: the driver may round it up, and tells what it made.
 pub(super) async fn tail(fixtures: &Fixtures) -> Judged {
     let bytes = fixtures.plugin.settings.volume_size + BLOCK + 512;
     let mut open = match fixtures.plugin.open(None, bytes).await {

@@ -141,7 +141,7 @@ async fn resume_at_each<S: Subject>(subject: &S, question: &Question, size_of_vo
     remarked_once(remarks)
 }
 
-/// Bytes at the start and at the end of blocks, beside whole blocks. A driver that compares from an unaligned offset on, but
+/// Bytes at the start and at the end of blocks, as well as whole blocks. A driver that compares from an unaligned offset on, but
 /// names aligned blocks, finds a whole block in both of the windows that it is in, and these in the wrong one alone.
 pub(super) async fn partial(fixtures: &Fixtures) -> Judged {
     /// Bytes that change.

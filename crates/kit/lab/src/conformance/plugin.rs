@@ -72,7 +72,7 @@ tokio::task_local! {
 
 /// Notes the call that is made, for those who wait for its end.
 pub(crate) fn calls(call: &'static str) {
-    // Nobody waits for what is taken away at the end.
+    // No caller waits for what is taken away at the end.
     let _ = LAST_CALL.try_with(|last| last.set(Some(call)));
 }
 
@@ -272,7 +272,7 @@ impl Plugin {
         self.client().identity.probe(proto::ProbeRequest {}).await.is_ok()
     }
 
-    /// Whether nobody answers a Probe, with whatever.
+    /// Whether a Probe gets no answer, of whatever kind.
     pub async fn is_silent(&self) -> bool {
         let answer = self.client().identity.probe(proto::ProbeRequest {}).await;
         answer.is_err_and(|status| Wrong::call("Probe", &status).is_silence())

@@ -1,4 +1,4 @@
-//! The report of a run: to a person as it goes, as one JSON object, as JUnit XML.
+//! The report of a run: to a person while it runs, as one JSON object, as JUnit XML.
 
 use std::io;
 use std::path::Path;
@@ -276,7 +276,7 @@ fn named(driver: &str, version: &str) -> String {
     format!("{driver} {version}").trim_end().to_owned()
 }
 
-/// Prints what came of a case. What cannot be printed is no reason to leave volumes behind, and the end of the report says it.
+/// Prints what came of a case. What cannot be printed is not a reason to leave volumes behind, and the end of the report says it.
 fn tell(text: &str) {
     let _ = shell::print(text);
 }

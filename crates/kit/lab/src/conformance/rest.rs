@@ -120,7 +120,7 @@ impl Held {
     }
 }
 
-/// Whether a stream that nobody reads is still open when the driver has had the time to send all of it: then it waits for its
+/// Whether a stream that no one reads is still open when the driver has had the time to send all of it: then it waits for its
 /// reader, however long that takes. A deadline shows it, for it ends only what is open.
 async fn waits_for_its_reader<S: Subject>(subject: &S, rest: &Rest) -> Result<bool, Wrong> {
     let mut client = subject.narrow().await?;

@@ -159,7 +159,7 @@ struct Run<'c, S: Subject> {
     steps: JoinSet<Ended<S::Need>>,
     /// Looks whether the driver answers; nothing is started before they ended.
     pulses: usize,
-    /// Nobody has answered since.
+    /// The subject has not answered since.
     gone_since: Option<String>,
 }
 

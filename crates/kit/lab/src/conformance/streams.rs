@@ -1,4 +1,4 @@
-//! Streams that do not run to their end, and streams beside each other.
+//! Streams that do not run to their end, and streams at the same time.
 
 use std::time::{Duration, Instant};
 

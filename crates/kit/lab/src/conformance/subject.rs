@@ -59,7 +59,7 @@ pub(super) trait Subject: Send + Sync + Sized + 'static {
     fn prepare(&self, need: Self::Need) -> impl Future<Output = Prepared<()>> + Send;
     /// Whether cases with these needs must not run at once. Then they run in the order of the table.
     fn exclude(one: &[Self::Need], other: &[Self::Need]) -> bool;
-    /// Whether nobody answers any more.
+    /// Whether it does not answer any more.
     fn is_silent(&self) -> impl Future<Output = bool> + Send;
     /// Takes all away that was made, each thing within `patience`. Returns what could not be.
     fn clean_up(&self, patience: Duration) -> impl Future<Output = Vec<String>> + Send;

@@ -89,7 +89,7 @@ impl Active {
         self.inner.lock().armed.iter().map(row).collect()
     }
 
-    /// Whether a fault of that kind is on; for those that are no call's.
+    /// Whether a fault of that kind is on; for those that are not about a call.
     pub fn has(&self, kind: Kind) -> bool {
         self.inner.lock().armed.iter().any(|armed| armed.spec.entry.kind == kind)
     }

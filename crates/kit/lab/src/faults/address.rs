@@ -1,4 +1,4 @@
-//! Where the proxy listens, and what it stands before: a UNIX socket, or a TCP address with or without TLS.
+//! Where the proxy listens, and the server behind it: a UNIX socket, or a TCP address with or without TLS.
 
 use std::fmt;
 use std::path::PathBuf;

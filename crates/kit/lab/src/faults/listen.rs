@@ -55,7 +55,7 @@ pub(crate) struct Tls {
 /// Faults that show a certificate of their own.
 pub(super) const CERTIFICATES: [Kind; 3] = [Kind::TlsExpired, Kind::TlsOtherHost, Kind::TlsOtherAuthority];
 
-/// A host that nobody connects to.
+/// A host that no client connects to.
 const OTHER_HOST: &str = "another-host.cbt-lab.invalid";
 
 impl Tls {
@@ -219,7 +219,7 @@ async fn connection(stream: Box<dyn Io>, tls: Option<Tls>, proxy: Arc<Proxy>) {
     });
     let serving = http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service);
     tokio::select! {
-        // A client that goes away is no news.
+        // A client that disconnects is not an error.
         _ = serving => {}
         () = closed.cancelled() => {}
     }

@@ -1,5 +1,5 @@
-//! `cbt-lab faults`: stands before any CSI driver's socket, or a gateway's address, passes every call on, and gets wrong what
-//! it is asked to.
+//! `cbt-lab faults`: a proxy in front of any CSI driver's socket, or a gateway's address. It passes every call on, and gets
+//! wrong what it is asked to.
 //!
 //! - `catalog.rs` is the one table of faults, `spec.rs` how one is written, `active.rs` which are on and whom they meet,
 //!   `control.rs` the HTTP API that changes that.

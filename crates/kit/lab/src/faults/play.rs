@@ -268,7 +268,7 @@ impl Play {
         self.out.extend(messages);
     }
 
-    /// What the changers hold back goes through those after them.
+    /// What the changers hold back is passed through those after them.
     fn flush(&mut self) {
         for at in 0..self.changers.len() {
             for message in self.changers[at].end() {
@@ -380,7 +380,7 @@ pub(super) struct Guarded {
 
 impl Guarded {
     pub fn new(body: Body, mut open: Open) -> Self {
-        // A refusal is all in its head, and nobody asks for more.
+        // A refusal is all in its head, and no client asks for more.
         open.is_done = body.is_end_stream();
         Guarded { body, open }
     }

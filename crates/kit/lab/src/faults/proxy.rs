@@ -134,7 +134,7 @@ impl Proxy {
     }
 
     /// An answer without tuples in which nothing else is wrong: it has the type and the capacity that the driver tells of the
-    /// target, or the capacity that was seen when it was made. Of a snapshot that nobody knows there is none to tell, and no message.
+    /// target, or the capacity that was seen when it was made. For an unknown snapshot it has no message.
     async fn empty(&self, stream: &Stream) -> Response<Body> {
         let (path, body) = stream.allocated_of_target();
         let told = match self.upstream.ask(&path, body).await {
@@ -288,7 +288,7 @@ impl Proxy {
         for spec in &met {
             abouts.push(self.about(spec, &stream).await?);
         }
-        // Counted after that: a stream does not stand beside itself.
+        // Counted after that, so that a stream does not count itself.
         let open = self.seen.open();
         let mut answered = self.upstream.call(request(head.clone(), body)).await?;
         if let Some(again) = self.stand_in(&stream, &answered, &met) {

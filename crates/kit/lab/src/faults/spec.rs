@@ -60,7 +60,7 @@ pub(super) enum When {
     NegativeBound,
 }
 
-/// Why a text is no fault.
+/// Why a text is not a fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum SpecError {
     #[error("{0:?} names no fault: write one a line, as in cut:after=3")]
@@ -260,7 +260,7 @@ impl fmt::Display for Spec {
     }
 }
 
-/// The same of a text that is to name a fault. One that names none would have no effect, which nobody asks for.
+/// The same of a text that is to name a fault. One that names none would have no effect, which no one asks for.
 pub(super) fn parse_some(text: &str) -> Result<Vec<Spec>, SpecError> {
     match parse_all(text)? {
         specs if specs.is_empty() => Err(SpecError::None(text.to_owned())),

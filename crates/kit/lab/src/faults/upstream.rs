@@ -79,7 +79,7 @@ impl Upstream {
         Ok(Upstream::Channel { channel, name: address.to_string() })
     }
 
-    /// Passes a request on; an error is nobody's answer.
+    /// Passes a request on; an error is not the server's answer.
     pub async fn call(&self, request: Request<Body>) -> Result<Response<Body>, Status> {
         match self {
             Upstream::Channel { channel, name } => channel.clone().oneshot(request).await.map_err(|error| {

@@ -37,7 +37,7 @@ impl Driver {
                 request.volume_id
             )));
         }
-        // Made beside it, so that what is there is whole.
+        // Made next to it, so that what is there is whole.
         let draft = target.with_extension("draft");
         let file = std::fs::File::create(&draft).map_err(failed)?;
         file.set_len(capacity).map_err(failed)?;

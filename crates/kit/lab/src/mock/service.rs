@@ -1,5 +1,5 @@
 //! The calls of the mock by their paths: decode, call, encode. Calls that are not here are UNIMPLEMENTED, so a later version
-//! of CSI is no other mock.
+//! of CSI does not change the mock.
 
 use std::time::Instant;
 

@@ -15,7 +15,7 @@ use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
 use crate::placement;
 
 impl Router {
-    /// A page of what all nodes list. Where a node is away, the others' entries are an answer only if the list `may_lack`
+    /// A page of what all nodes list. Where a node does not answer, the others' entries are an answer only if the list `may_lack`
     /// some. No node gets the secrets: they may be another's.
     pub(super) async fn list(&self, work: &mut Work<'_>, may_lack: bool) -> Result<Bytes, Status> {
         let method = work.method;
@@ -109,8 +109,8 @@ impl Router {
         Ok(page.encode_to_vec().into())
     }
 
-    /// The sum of what the nodes of a topology have, and the largest volume that one of them can make. A node that is away
-    /// has nothing to offer.
+    /// The sum of what the nodes of a topology have, and the largest volume that one of them can make. A node that does not
+    /// answer has nothing to offer.
     pub(super) async fn get_capacity(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         let request: proto::GetCapacityRequest = decode(&work.message)?;
         let nodes = self.nodes.up().into_iter().filter(|node| {

@@ -1,4 +1,4 @@
-//! The table of calls: which there are, and where each goes.
+//! The table of calls: which there are, and where each is sent.
 
 use bytes::{Bytes, BytesMut};
 use prost::encoding::{DecodeContext, decode_key, skip_field};

@@ -1,4 +1,4 @@
-//! What each call does: to which node it goes, or what is made of the answers of many. Here is what all calls share; the table of
+//! What each call does: to which node it is sent, or what is made of the answers of many. Here is what all calls share; the table of
 //! them is in `methods`.
 
 mod answers;
@@ -46,10 +46,10 @@ struct Work<'c> {
     is_any_silent: bool,
 }
 
-/// Where a call about an object goes.
+/// Where a call about an object is sent.
 enum Target {
     Node(Arc<Node>),
-    /// The id is none of ours: it exists nowhere, and any node says so.
+    /// The id is not one of ours: it exists nowhere, and any node says so.
     Any,
     /// The object is gone with its node.
     Forgotten,

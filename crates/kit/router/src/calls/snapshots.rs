@@ -112,7 +112,7 @@ impl Router {
         let request: proto::ListSnapshotsRequest = decode(&work.message)?;
         let ids = [&request.snapshot_id, &request.source_volume_id];
         let Some(id) = ids.into_iter().find(|id| !id.is_empty()) else {
-            // The spec has all snapshots of the storage system listed, so a part of them is no answer.
+            // The spec has all snapshots of the storage system listed, so a part of them is not an answer.
             return self.list(work, false).await;
         };
         work.record.about(id);

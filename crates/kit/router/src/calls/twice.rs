@@ -31,7 +31,7 @@ const LOOKED_IN: Duration = Duration::from_secs(60);
 const LOOKED_FOR: Duration = Duration::from_secs(600);
 const PAGE: u32 = 500;
 
-/// What an operator has to do where nobody else can.
+/// What an operator has to do where no one else can.
 const DELETE: &str =
     "a volume exists twice: delete the one that is not in use (deltapath-router delete-volume)";
 
@@ -53,7 +53,7 @@ impl Twice {
     }
 }
 
-/// The volume that nobody uses, if the other one is used.
+/// The volume that is not used, if the other one is.
 fn unused<'i>(ids: &'i [String; 2], used: &BTreeSet<String>) -> Option<&'i str> {
     let [one, other] = ids;
     match (used.contains(one), used.contains(other)) {
@@ -192,7 +192,7 @@ impl Router {
                 // It is asked for all of them when it answers again.
                 let Ok(found) = found else { continue 'nodes };
                 let Some(other) = found else { continue };
-                // A copy on its way ends by itself where nobody asks for it.
+                // A copy on its way ends by itself where no call asks for it.
                 if other.id != *id && !other.in_progress {
                     counter!("deltapath_router_volumes_made_twice_total").increment(1);
                     let now = Instant::now();

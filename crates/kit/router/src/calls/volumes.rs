@@ -22,10 +22,10 @@ const WAITED_FOR: Duration = Duration::from_secs(600);
 /// Such volumes at once.
 const MOST_UNANSWERED: usize = 10_000;
 
-/// How long a copy goes on for calls that allow its node, after the last of them. Tests have less time.
+/// How long a copy continues for calls that allow its node, after the last of them. Tests have less time.
 const UNASKED: Duration = Duration::from_secs(if cfg!(debug_assertions) { 5 } else { 60 });
 
-/// How long a router may take from its choice of a node to its call of it, before another one goes on without it.
+/// How long a router may take from its choice of a node to its call of it, before another one continues without it.
 const SOON: Duration = Duration::from_secs(1);
 
 impl Router {
@@ -69,7 +69,7 @@ impl Router {
         work.is_any_silent |= !are_all;
         match &found[..] {
             [] => {}
-            // Half a copy, of what will never be read, or where nobody wants it any more.
+            // Half a copy, of what will never be read, or where it is not wanted any more.
             [(node, found)]
                 if found.in_progress
                     && (source_is_forgotten || !placement::is_allowed(&node.topology, requirement)) =>
@@ -144,7 +144,7 @@ impl Router {
         };
         match node.ask("/deltapath.node.v1.Node/Abandon", &request, deadline).await {
             Ok(AbandonResponse { is_volume: false }) => Ok(()),
-            // A driver of an earlier release says Unimplemented, and ends what nobody asks for by itself.
+            // A driver of an earlier release says Unimplemented, and ends by itself what no call asks for.
             Err(status) if !matches!(status.code(), Code::Aborted | Code::Unimplemented) => Err(status),
             Ok(_) | Err(_) => Err(in_work(name, &node.name)),
         }

@@ -1,6 +1,6 @@
-//! Certificates of router and nodes in Kubernetes, so that nobody has to make them by hand. `deltapath-router certificates`
+//! Certificates of router and nodes in Kubernetes, so that no one has to make them by hand. `deltapath-router certificates`
 //! (here, and in `sign`) keeps a CA and the router's certificate in a Secret, and signs what nodes ask for; it alone needs the
-//! CA's key. `deltapath-router node-certificate` (in `request`) runs beside each driver and asks.
+//! CA's key. `deltapath-router node-certificate` (in `request`) runs next to each driver and asks.
 //!
 //! Both go by CertificateSigningRequests, so it is the API server that says which node asks. Routers and drivers know nothing of
 //! this: they read files.

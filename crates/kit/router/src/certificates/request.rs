@@ -1,4 +1,4 @@
-//! Beside a driver: asks for its certificate, and asks again before it ends.
+//! Next to a driver: asks for its certificate, and asks again before it ends.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -13,7 +13,7 @@ use x509_parser::pem::parse_x509_pem;
 
 use super::SIGNER;
 
-/// Between two looks at a request that nobody has answered, and at the driver.
+/// Between two looks at a request that is not answered yet, and at the driver.
 const EVERY: Duration = Duration::from_secs(2);
 /// How long a request is waited for before another is made.
 const ANSWERED_IN: Duration = Duration::from_secs(120);

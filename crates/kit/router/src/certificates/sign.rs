@@ -14,7 +14,7 @@ use super::{Error, Keeper, OWNER};
 /// By which the API server says on which node the pod is whose token was used.
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 
-/// Whether nobody has answered it.
+/// Whether it is not answered yet.
 pub fn is_open(request: &CertificateSigningRequest) -> bool {
     let status = request.status.as_ref();
     let has_certificate = status.is_some_and(|status| status.certificate.is_some());

@@ -14,7 +14,7 @@ use crate::placement::Candidate;
 pub(super) enum Trouble {
     /// It has another driver.
     Stranger(String),
-    /// Another process has its data directory too: one is a copy, and nobody knows which.
+    /// Another process has its data directory too: one is a copy, and it is not known which.
     Copy(String),
     /// Another node has its node id too: nothing new is made there, since its topology does not say which of them has it.
     TakenId(String),
@@ -38,7 +38,7 @@ impl Entry {
 }
 
 impl Table {
-    /// The name that more nodes have than any other, those that are away among them.
+    /// The name that more nodes have than any other. Nodes that do not answer count too.
     fn majority(&self) -> Option<String> {
         let nodes = self.by_address.values().filter_map(|entry| entry.state.node());
         let nodes = nodes.chain(self.departed.values());

@@ -1,4 +1,4 @@
-//! By way of Kubernetes: which server answers for a snapshot, and what it takes to be let in.
+//! Through Kubernetes: which server answers for a snapshot, and what it takes to be let in.
 //!
 //! The SnapshotMetadataService object of the snapshot's driver says where the server is, which CA it is trusted by and which
 //! audience a token must be for. It is read for each part of an answer, so a change of it is followed with the next retry.

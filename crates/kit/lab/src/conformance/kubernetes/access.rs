@@ -33,7 +33,7 @@ fn refusal(
             let tuples = answer.tuples().count();
             Err(Wrong::new(format!("{call}: OK with {tuples} tuples, not {wanted}")))
         }
-        // What the connection did is no refusal.
+        // An error of the connection is not a refusal.
         Err(status) if std::error::Error::source(status).is_some() => Err(Wrong::call(&call, status)),
         Err(_) if !answer.messages.is_empty() => {
             Err(Wrong::new(format!("{call}: {} messages before it was refused", answer.messages.len())))
@@ -65,7 +65,7 @@ async fn forbidden(cluster: &Cluster, what: &str, account: &str) -> Judged {
         .await
 }
 
-/// With other tokens, all of which have to be refused as nobody's.
+/// With other tokens, all of which have to be refused as those of no user.
 async fn unknown(cluster: &Cluster, tokens: Vec<(&str, String)>) -> Judged {
     let namespace = &cluster.namespace;
     let caller = |(what, token)| (what, Caller { token, namespace: namespace.clone() });
@@ -79,7 +79,7 @@ pub(super) async fn no_token(cluster: &Cluster) -> Judged {
 }
 
 pub(super) async fn garbage(cluster: &Cluster) -> Judged {
-    // Behind "Bearer " in a header, what begins with a blank is no token: a service that passes it on hears of a user who has none.
+    // Behind "Bearer " in a header, what begins with a blank is not a token: a service that passes it on hears of a user who has none.
     let texts = [
         ("garbage", "garbage"),
         ("a.b.c", "a.b.c"),
@@ -320,7 +320,7 @@ pub(super) async fn unknown_base(cluster: &Cluster) -> Judged {
     refused_to_reader(cluster, &cluster.namespace, &questions, Code::NotFound, &[Code::InvalidArgument]).await
 }
 
-/// As a backup tool goes: by the objects to the service, with a token that it asks for itself.
+/// As a backup tool does it: from the objects to the service, with a token that it asks for itself.
 pub(super) async fn client(cluster: &Cluster) -> Judged {
     let account = cluster.account(READER);
     let token =

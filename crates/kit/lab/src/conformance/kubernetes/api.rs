@@ -17,7 +17,7 @@ const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
 
 /// The API server.
 pub(super) struct Api {
-    /// For what is called by way of a library.
+    /// For what is called through a library.
     pub client: Client,
     /// Paths of what was made. Noted before the call that makes it.
     made: Mutex<Vec<String>>,
