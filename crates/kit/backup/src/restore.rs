@@ -145,7 +145,8 @@ pub fn onto(
     }
     let file = open_device(to, index)?;
     let stored: Vec<u32> = base.segments.iter().map(|segment| segment.number).collect();
-    if let Some(offset) = sampled::differs(repository, base, &stored, false, &Device::open(to)?)? {
+    if let Some(offset) = sampled::differs(repository, base, Some(index), &stored, false, &Device::open(to)?)?
+    {
         return Err(refused!(
             "{} does not hold backup {}: at byte {offset} it differs; restore it whole, without --onto-base",
             to.display(),

@@ -14,10 +14,12 @@ use crate::repository::{BLOCK, Extent, Index, Repository, SEGMENT, pieces};
 const SAMPLES: usize = 32;
 
 /// Where the device has other bytes than the backup, in `segments` of it; `None` if no difference is found. With `zeros` blocks that
-/// the backup does not have are compared too: they are zeros on the device.
+/// the backup does not have are compared too: they are zeros on the device. What the device has of `other` does not count: a restore
+/// onto the backup that was killed has written a part of it.
 pub fn differs(
     repository: &Repository,
     index: &Index,
+    other: Option<&Index>,
     segments: &[u32],
     zeros: bool,
     device: &Device,
@@ -26,15 +28,16 @@ pub fn differs(
     for number in segments.iter().step_by(segments.len() / SAMPLES + 1) {
         let mut packs = Packs::default();
         let segment = repository.segment_at(index, *number, &mut packs)?;
-        let mut found = None;
+        let mut found = Vec::new();
         let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
             let bytes = buffer.part(length);
             device.read(offset, bytes)?;
-            // A device may be longer than the volume.
+            // A device may go on behind the volume.
             let length = (length as u64).min(index.about.size - offset) as usize;
-            let bytes = &bytes[..length];
-            if wanted.map_or(!is_zeros(bytes), |wanted| &wanted[..length] != bytes) {
-                found = Some(offset);
+            for (at, block) in (0..).step_by(BLOCK as usize).zip(bytes[..length].chunks(BLOCK as usize)) {
+                if wanted.map_or(!is_zeros(block), |wanted| wanted[at..at + block.len()] != *block) {
+                    found.push(offset + at as u64);
+                }
             }
             Ok(())
         };
@@ -46,11 +49,30 @@ pub fn differs(
             let offset = u64::from(*number) * SEGMENT + u64::from(gap) * BLOCK;
             compare(offset, None, BLOCK as usize)?;
         }
-        if found.is_some() {
-            return Ok(found);
+        for offset in found {
+            if !other.map_or(Ok(false), |other| holds(repository, other, offset, device))? {
+                return Ok(Some(offset));
+            }
         }
     }
     Ok(None)
+}
+
+/// Whether the device has the block of a backup at an offset.
+fn holds(repository: &Repository, index: &Index, offset: u64, device: &Device) -> Result<bool> {
+    let (number, block) = ((offset / SEGMENT) as u32, (offset % SEGMENT / BLOCK) as u32);
+    let mut packs = Packs::default();
+    let segment = repository.segment_at(index, number, &mut packs)?;
+    let extents: Vec<Extent> = segment.extents.iter().filter_map(|of| of.cut(&(block..block + 1))).collect();
+    let (mut wanted, mut buffer) = (vec![0; BLOCK as usize], AlignedBuffer::new(BLOCK as usize));
+    repository.fetch(pieces(number, &extents, &packs), &mut |_, bytes| {
+        wanted[..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    })?;
+    let bytes = buffer.part(BLOCK as usize);
+    device.read(offset, bytes)?;
+    let length = BLOCK.min(index.about.size - offset) as usize;
+    Ok(bytes[..length] == wanted[..length])
 }
 
 /// The first, the middle and the last extent, and of each no more than a chunk may have.

@@ -1,6 +1,6 @@
 //! Restores into files: never another's bytes under the name that was asked for, and nothing of a user's is lost.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
@@ -142,22 +142,23 @@ fn what_does_not_hold_the_base_is_not_written_onto() {
     let world = World::new(20000);
     let (place, to) = (&world.place, world.to());
     let [(one, _), (other, _)] = &world.backups;
+    let onto = ["restore", other, "--to", arg(&to), "--onto-base", one];
+    // The same command again, also where the one before was killed halfway.
     place.ok(&["restore", other, "--to", arg(&to)]);
-    let said = place.fails(1, &["restore", other, "--to", arg(&to), "--onto-base", one]);
-    assert!(said.contains("does not hold backup") && said.contains(one), "{said}");
+    place.ok(&onto);
+    let whole = std::fs::read(&to).expect("read");
+    place.ok(&["restore", one, "--to", arg(&to), "--overwrite"]);
+    let file = std::fs::File::options().write(true).open(&to).expect("open");
+    file.write_all_at(&whole[..whole.len() / 2], 0).expect("write");
+    place.ok(&onto);
     world.holds(&to, 1);
-    std::fs::File::options()
-        .write(true)
-        .open(&to)
-        .and_then(|file| {
-            file.set_len(0)?;
-            file.set_len(SIZE)
-        })
-        .expect("cut");
-    place.fails(1, &["restore", other, "--to", arg(&to), "--onto-base", one]);
+    // Neither of both.
+    file.set_len(0).and_then(|()| file.set_len(SIZE)).expect("cut");
+    let said = place.fails(1, &onto);
+    assert!(said.contains("does not hold backup") && said.contains(one), "{said}");
     assert_eq!(to.metadata().expect("there").blocks(), 0);
     place.ok(&["restore", one, "--to", arg(&to), "--overwrite"]);
-    place.ok(&["restore", other, "--to", arg(&to), "--onto-base", one]);
+    place.ok(&onto);
     world.holds(&to, 1);
 }
 
