@@ -140,7 +140,7 @@ macro_rules! tests {
 /// How long a test may take: one that hangs is named, and the others still run.
 const LONGEST: Duration = Duration::from_secs(600);
 
-/// Runs tests, each in a world that `make` gives it, with one API server with these CRDs. The harness is libtest-mimic, so that
+/// Runs tests, each in a world that `make` gives it, and all with one API server that has these CRDs. The harness is libtest-mimic, so that
 /// the server ends with the tests.
 pub fn run<W: 'static>(
     tests: Vec<(&'static str, &'static str, Test<W>)>,

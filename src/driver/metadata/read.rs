@@ -225,8 +225,8 @@ impl Metadata {
             tracing::warn!(
                 base = base_id,
                 retained = self.shared.config.retain.count,
-                "a delta was asked from a deleted snapshot that is not kept, or no longer: a backup tool that deletes its \
-                 snapshots makes a whole backup then. --retain-deleted says how many are kept, and for how long. This is said once"
+                "a delta was asked from a deleted snapshot that is not kept, so the backup tool has to make a full backup. \
+                 --retain-deleted sets how many are kept, and for how long. This is logged once"
             );
         }
     }

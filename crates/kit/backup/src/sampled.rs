@@ -14,8 +14,8 @@ use crate::repository::{BLOCK, Extent, Index, Repository, SEGMENT, pieces};
 const SAMPLES: usize = 32;
 
 /// Where the device has other bytes than the backup, in `segments` of it; `None` if no difference is found. With `zeros` blocks that
-/// the backup does not have are compared too: they are zeros on the device. What the device has of `other` does not count: a restore
-/// onto the backup that was killed has written a part of it.
+/// the backup does not have are compared too: they are zeros on the device. A block that is the one of `other` is no
+/// difference: a killed restore of `other` onto the backup has written a part of it.
 pub fn differs(
     repository: &Repository,
     index: &Index,

@@ -1,7 +1,5 @@
 //! `run`: a backup of a claim of a Kubernetes cluster. What is here makes objects, waits for them, and removes them; the
-//! backup itself is made by `auto` or `full` in the pod. A backup takes hours. It does not end when the
-//! API server does not answer, or is busy, for some minutes.
-//!
+//! backup itself is made by `auto` or `full` in the pod. A backup takes hours, and outlives minutes without the API server.
 //! The temporary claim and the pod have names that follow from the claim's, so two runs of one claim never work at once, and
 //! what a killed one has left is found again. Snapshots have names of their own, and are found by an annotation.
 //! The pod reports by its termination message, so that no right to read logs is needed.
@@ -42,7 +40,7 @@ const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-chan
 pub async fn api(cluster: &Cluster) -> Result<Client> {
     let Cluster { kubeconfig, context } = cluster.clone();
     let options = KubeConfigOptions { context, ..KubeConfigOptions::default() };
-    // Apart from the caller, who is not to wait for a file or a plugin that says nothing.
+    // In a task of its own, so that a signal ends the wait for a FIFO or a plugin that does not answer.
     let client = tokio::spawn(async move {
         let config = match kubeconfig {
             Some(path) => Config::from_custom_kubeconfig(Kubeconfig::read_from(path)?, &options).await?,
