@@ -49,7 +49,7 @@ RUN install -D -m 0644 /etc/ssl/certs/ca-certificates.crt /out/backup/etc/ssl/ce
 # Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
 # them, with the libraries that they are linked to.
 FROM debian:bookworm-slim AS programs
-ENV PROGRAMS="mkfs.ext4 e2fsck resize2fs mkfs.xfs xfs_growfs mkfs.btrfs btrfs blkid"
+ENV PROGRAMS="mkfs.ext4 e2fsck resize2fs e2undo mkfs.xfs xfs_growfs mkfs.btrfs btrfs blkid"
 RUN apt-get update \
  && apt-get install -y --no-install-recommends \
         "e2fsprogs=1.47.*" "xfsprogs=6.1.*" "btrfs-progs=6.2*" "util-linux=2.38.*" \

@@ -15,11 +15,12 @@ const KERNEL: (u32, u32) = (5, 12);
 const LEAST_SPACE: u64 = 64 << 20;
 const GOOD_SPACE: u64 = 1 << 30;
 /// Programs that the driver calls, the Debian package of each, and the filesystem that it is for.
-const PROGRAMS: [(&str, &str, Option<&str>); 8] = [
+const PROGRAMS: [(&str, &str, Option<&str>); 9] = [
     ("blkid", "util-linux", None),
     ("mkfs.ext4", "e2fsprogs", None),
     ("e2fsck", "e2fsprogs", None),
     ("resize2fs", "e2fsprogs", None),
+    ("e2undo", "e2fsprogs", None),
     ("mkfs.xfs", "xfsprogs", Some("xfs")),
     ("xfs_growfs", "xfsprogs", Some("xfs")),
     ("mkfs.btrfs", "btrfs-progs", Some("btrfs")),

@@ -114,6 +114,20 @@ async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_fo
     let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
     assert_eq!(mounted.fs_type, "xfs");
     rig.detach(&raw).await;
+
+    // Older relatives of ext4 are not mounted as one, nor confirmed.
+    for fs_type in ["ext2", "ext3"] {
+        let (older, device) = rig.block_volume(fs_type, 16 * MIB).await;
+        testkit::ok(std::process::Command::new("mke2fs").args(["-q", "-t", fs_type]).arg(&device));
+        rig.detach(&older).await;
+        for asked in ["ext4", ""] {
+            assert!(!confirmed(&mut rig, &older, mount_capability(asked)).await, "{fs_type} as {asked:?}");
+            let refused = rig.try_publish(&older, mount_capability(asked)).await;
+            is_refused(refused, Code::FailedPrecondition, &[fs_type, "Block volume"]);
+            rig.detach(&older).await;
+        }
+        assert!(confirmed(&mut rig, &older, block_capability()).await, "{fs_type}");
+    }
 }
 
 #[apply(device_test)]

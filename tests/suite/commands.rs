@@ -427,6 +427,10 @@ async fn output_that_nobody_takes_ends_no_work() {
         "cbt-lab conformance --endpoint unix://@/rig/csi.sock --volume-size 64Mi --focus ^delta-served$";
     let mut rows = Vec::new();
     for output in ["text", "json"] {
+        let line = format!("deltapath preflight --data-dir @ --output {output}");
+        // What it finds here counts, not who reads it.
+        let found = run(&line, dir).status.code();
+        rows.push((line, Printing, found));
         for (line, is_for) in [
             ("deltapath check --data-dir @/rig/data", Printing),
             ("deltapath verify --data-dir @/rig/data", Printing),
@@ -437,37 +441,40 @@ async fn output_that_nobody_takes_ends_no_work() {
             (suite, Printing),
             ("cbt-lab bench --compare @/bench.json", Printing),
         ] {
-            rows.push((format!("{line} --output {output}"), is_for));
+            rows.push((format!("{line} --output {output}"), is_for, Some(0)));
         }
     }
-    rows.push(("deltapath-router forget 0123abcd --forgotten @/forgotten".into(), Doing));
+    rows.push(("deltapath-router forget 0123abcd --forgotten @/forgotten".into(), Doing, Some(0)));
     let delete = "deltapath-router delete-volume vol-00000000-0000-0000-0000-000000000000 --endpoint unix://@/rig/csi.sock";
-    rows.push((delete.into(), Doing));
+    rows.push((delete.into(), Doing, Some(0)));
     for (program, commands) in PROGRAMS {
         for page in ["--version", "--help", "-h", "help", "completions bash", "man"] {
-            rows.push((format!("{program} {page}"), Printing));
+            rows.push((format!("{program} {page}"), Printing, Some(0)));
         }
-        rows.extend(commands.iter().map(|command| (format!("{program} {command} --help"), Printing)));
+        for command in commands {
+            rows.push((format!("{program} {command} --help"), Printing, Some(0)));
+        }
     }
     let pipe = || {
         let (_, closed) = std::io::pipe().expect("a pipe");
         Stdio::from(closed)
     };
     let full = || Stdio::from(std::fs::File::options().write(true).open("/dev/full").expect("open"));
-    for (line, is_for) in rows {
+    for (line, is_for, code) in rows {
         let closed = command(&line, dir).stdout(pipe()).output().expect("run");
-        assert_eq!(closed.status.code(), Some(0), "{line}, closed: {}", said(&closed));
+        assert_eq!(closed.status.code(), code, "{line}, closed: {}", said(&closed));
         for word in ["panicked", "Broken pipe", "write"] {
             assert!(!said(&closed).contains(word), "{line}, closed: {}", said(&closed));
         }
         let filled = command(&line, dir).stdout(full()).output().expect("run");
         let told = said(&filled);
-        assert_eq!(filled.status.code(), Some(i32::from(is_for == Printing)), "{line}, full: {told}");
+        let code_if_full = if is_for == Printing { Some(1) } else { code };
+        assert_eq!(filled.status.code(), code_if_full, "{line}, full: {told}");
         assert!(!told.contains("panicked"), "{line}, full: {told}");
         assert_eq!(told.matches("No space left on device").count(), 1, "{line}, full: {told}");
         // What is said on standard error may find nobody either.
         let silent = command(&line, dir).stdout(pipe()).stderr(pipe()).output().expect("run");
-        assert_eq!(silent.status.code(), Some(0), "{line}, with both closed");
+        assert_eq!(silent.status.code(), code, "{line}, with both closed");
     }
     assert_eq!(std::fs::read_to_string(dir.join("forgotten")).expect("read"), "0123abcd\n");
     testkit::nothing_left(&dir.join("dir"));

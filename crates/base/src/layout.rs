@@ -233,7 +233,7 @@ impl ObjectDir {
         self.bytes().join("data.img")
     }
 
-    /// `ungrown/`: a copy of a volume's bytes from before its filesystem began to grow.
+    /// `ungrown/`: what a volume held before its filesystem began to grow.
     pub fn ungrown(&self) -> ObjectDir {
         ObjectDir(self.0.join("ungrown"))
     }

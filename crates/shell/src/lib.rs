@@ -371,6 +371,11 @@ mod tests {
         assert_eq!(version("0.1.0", Some("0123abcd4567 2026-01-31")), "0.1.0 (0123abcd4567 2026-01-31)");
     }
 
+    #[test]
+    fn one_thing_is_no_plural() {
+        assert_eq!([0, 1, 2].map(|number| count(number, "backup")), ["0 backups", "1 backup", "2 backups"]);
+    }
+
     /// Promise: a signal that comes while a program is made ready for signals ends it too.
     #[tokio::test]
     async fn a_signal_that_comes_early_is_not_lost() {

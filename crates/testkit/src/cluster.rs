@@ -155,6 +155,7 @@ impl Router {
     pub fn finish(mut self) {
         let status = self.running.stop();
         assert!(status.success(), "the router ended with {status}\n{}", self.running.log());
+        crate::running::is_plain(&self.running.log());
         assert!(!self.socket.exists(), "the socket stays");
     }
 }

@@ -1,5 +1,6 @@
 //! Strangers who hold connections to a TLS port, while a valid client asks.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -11,10 +12,10 @@ use tokio::net::TcpStream;
 
 const STRANGERS: usize = 10_000;
 
-/// A TLS port, and how a stranger says hello to it.
+/// The address of a TLS server, and how a stranger says hello to it.
 #[derive(Clone, Debug)]
 pub struct Door {
-    pub port: u16,
+    pub address: SocketAddr,
     pub config: Arc<ClientConfig>,
     pub name: ServerName<'static>,
 }
@@ -39,8 +40,8 @@ impl Stranger {
     }
 
     async fn hold_once(self, door: Door, held: &AtomicUsize) -> std::io::Result<()> {
-        let Door { port, config, name } = door;
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
+        let Door { address, config, name } = door;
+        let mut stream = TcpStream::connect(address).await?;
         held.fetch_add(1, Ordering::Relaxed);
         let mut rest = Vec::new();
         match self {
@@ -85,7 +86,8 @@ pub async fn keeps_nobody_out(kind: Stranger, door: Door, mut ask: impl AsyncFnM
     }
     crowd.shutdown_background();
     took.sort();
-    let (half, longest) = (took[took.len() / 2], took[took.len() - 1]);
-    // The longest is while all of them say hello at once, on this machine too.
-    assert!(half < Duration::from_secs(1) && longest < Duration::from_secs(20), "{kind:?}: {took:?}");
+    let (most, longest) = (took[took.len() * 19 / 20], took[took.len() - 1]);
+    // On a quiet machine the longest is 0.6 seconds too: while all of them say hello at once, on the same machine. Other tests run
+    // beside this one.
+    assert!(most < Duration::from_secs(1) && longest < Duration::from_secs(5), "{kind:?}: {took:?}");
 }

@@ -184,6 +184,7 @@ impl Rig {
     pub fn finish(mut self) {
         let status = self.terminate();
         assert!(status.success(), "the driver ended with {status}\n{}", self.log());
+        crate::running::is_plain(&self.log());
         crate::nothing_left(self.dir.path());
     }
 

@@ -77,3 +77,10 @@ impl Drop for Running {
         }
     }
 }
+
+/// Fails where a log has an error as Rust dumps it, and not in words.
+pub fn is_plain(log: &str) {
+    let dump = ["Os {", "Custom {", "ConnectError(", "kind: ", "source: Some("];
+    let line = log.lines().find(|line| dump.iter().any(|sign| line.contains(sign)));
+    assert_eq!(line, None, "the log has a dump of an error");
+}

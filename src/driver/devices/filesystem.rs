@@ -1,6 +1,7 @@
 //! Detects, makes, mounts and grows filesystems on volumes.
 
 use std::fs::File;
+use std::iter;
 use std::path::Path;
 
 use crate::driver::devices::superblock::Superblock;
@@ -158,8 +159,13 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
 }
 
 /// Grows an unmounted ext4 that is smaller than its device, as far as it can grow. To grow a mounted one takes a capability
-/// (CAP_SYS_RESOURCE) that a container may lack. A filesystem with errors stays as it is: its files can be read.
-pub(in crate::driver) fn grow_unmounted(device: &Path, (found, target): (Superblock, u64)) -> Result<()> {
+/// (CAP_SYS_RESOURCE) that a container may lack. A filesystem with errors stays as it is: its files can be read. Blocks that change
+/// are written to `kept` before, if it is given.
+pub(in crate::driver) fn grow_unmounted(
+    device: &Path,
+    (found, target): (Superblock, u64),
+    kept: Option<&Path>,
+) -> Result<()> {
     // 1: the journal was replayed, or a small error was corrected. 4 and more: errors that only a person may correct.
     let check = program::run("e2fsck", &["-f", "-p"], device, |code| code < 32)?;
     if !matches!(check.status.code(), Some(0 | 1)) {
@@ -169,7 +175,9 @@ pub(in crate::driver) fn grow_unmounted(device: &Path, (found, target): (Superbl
         return Ok(());
     }
     let size = (target / found.block).to_string();
-    program::run_with("resize2fs", device, &[&size], |code| code == 0)?;
+    let kept = kept.into_iter().flat_map(|kept| ["-z".as_ref(), kept.as_os_str()]);
+    let arguments: Vec<_> = iter::once(size.as_ref()).chain(kept).collect();
+    program::run_with("resize2fs", device, &arguments, |code| code == 0)?;
     Ok(blockdev::flush(device)?)
 }
 

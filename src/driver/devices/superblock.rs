@@ -16,7 +16,7 @@ use files::Context;
 /// A filesystem on a device or in the file of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::driver) struct Superblock {
-    /// `ext4` (or an older ext), `xfs` or `btrfs`.
+    /// As `blkid` names it: `ext4`, `ext3`, `ext2`, `xfs` or `btrfs`.
     pub(in crate::driver) fs_type: &'static str,
     /// Its block size in bytes; 0 if it is not known.
     pub(in crate::driver) block: u64,
@@ -129,7 +129,14 @@ fn ext4(head: &[u8; HEAD]) -> Option<Superblock> {
     let (compatible, incompatible) = (word(0x5C)?, word(0x60)?);
     let (has_resize_inode, has_meta_bg, is_64bit) =
         (compatible & 0x10 != 0, incompatible & 0x10 != 0, incompatible & 0x80 != 0);
-    let has_bigalloc = word(0x64)? & 0x200 != 0;
+    let read_only_compatible = word(0x64)?;
+    let has_bigalloc = read_only_compatible & 0x200 != 0;
+    // An ext4 has a feature that is not among those of an ext3, and an ext3 has a journal.
+    let fs_type = match incompatible & !0x16 != 0 || read_only_compatible & !0x7 != 0 {
+        true => "ext4",
+        false if compatible & 0x4 != 0 => "ext3",
+        false => "ext2",
+    };
     let block =
         1024u64.checked_shl(word(0x18)?.try_into().ok()?).filter(|block| (1024..=65536).contains(block))?;
     let high = if is_64bit { word(0x150)? } else { 0 };
@@ -149,7 +156,7 @@ fn ext4(head: &[u8; HEAD]) -> Option<Superblock> {
     let most = if is_64bit { most } else { most.min(u64::from(u32::MAX)) };
     let table = (inodes_per_group * half(0x58)?).div_ceil(block);
     Some(Superblock {
-        fs_type: "ext4",
+        fs_type,
         block,
         size: blocks.saturating_mul(block),
         first: first * block,

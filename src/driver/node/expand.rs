@@ -81,7 +81,7 @@ impl Node {
         let growth = filesystem::growth(&device.path(), fs_type)?.filter(|_| fs_type == "ext4");
         let Some(growth) = growth else { return Ok(()) };
         self.check_room_to_grow(&growth)?;
-        let grow = || filesystem::grow_unmounted(&device.path(), growth);
+        let grow = |kept: Option<&Path>| filesystem::grow_unmounted(&device.path(), growth, kept);
         ungrown::guarded(self.shared.pool(), &self.shared.store, &held.record.id, grow)
     }
 

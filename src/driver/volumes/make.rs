@@ -8,7 +8,7 @@ use crate::driver::devices::superblock::Superblock;
 use crate::driver::error::{Error, OTHER_NAME, Result, shown};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::locks::{LockKey, OpGuard};
-use crate::driver::request::capability::{Capability, kinds};
+use crate::driver::request::capability::{Capability, is_known_filesystem, kinds};
 use crate::driver::request::create::{CreateVolume, SourceRef, check_name, difference};
 use crate::driver::request::page::{Page, PageRequest, page};
 use crate::driver::request::params::VolumeParameters;
@@ -247,6 +247,9 @@ impl Volumes {
             Err(error) => return Err(error),
         };
         Ok(capabilities.iter().find_map(|capability| match (capability.kind_for(&record), found) {
+            (Ok(AccessKind::Filesystem(_)), Some(found)) if !is_known_filesystem(found) => {
+                Some(format!("the volume holds {found}: use it as a Block volume"))
+            }
             (Ok(AccessKind::Filesystem(_)), Some(found)) => {
                 let named = capability.named_filesystem().filter(|named| *named != found)?;
                 Some(format!("the volume holds {found}, not {named}"))

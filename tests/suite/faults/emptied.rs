@@ -183,7 +183,7 @@ async fn a_full_pool_of_many_gigabytes_is_emptied(pool: PoolKind) {
     }
 }
 
-/// The disk below the image is full, not the pool. A btrfs that could not be written is read-only until the next start.
+/// The disk below the image is full, not the pool. A btrfs that could not be written is read-only until the next start, an xfs is not.
 #[apply(device_cases)]
 async fn a_pool_on_a_full_disk_is_emptied(#[values(PoolKind::Btrfs, PoolKind::Xfs)] pool: PoolKind) {
     let disk = Disk::ext4(600 << 20);
@@ -194,7 +194,9 @@ async fn a_pool_on_a_full_disk_is_emptied(#[values(PoolKind::Btrfs, PoolKind::Xf
     made.push(Object::Snapshot(rig.snapshot("base", &volume).await));
     assert!(!fill(&device, 0, 1024), "there was room");
     rig.detach(&volume).await;
-    rig.restart().await;
+    if pool == PoolKind::Btrfs {
+        rig.restart().await;
+    }
     delete_all(&mut rig, made, 3).await;
     assert_eq!(listed(&rig).await, (vec![], vec![]));
     assert_nothing_half_made(&rig);

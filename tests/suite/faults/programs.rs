@@ -11,8 +11,18 @@ use testkit::prelude::*;
 use testkit::{driver_command, swept_dir, temp_dir};
 
 /// The programs that the driver calls.
-const PROGRAMS: [&str; 9] =
-    ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "xfs_growfs", "btrfs", "blkid", "sh"];
+const PROGRAMS: [&str; 10] = [
+    "mkfs.ext4",
+    "mkfs.xfs",
+    "mkfs.btrfs",
+    "e2fsck",
+    "resize2fs",
+    "e2undo",
+    "xfs_growfs",
+    "btrfs",
+    "blkid",
+    "sh",
+];
 
 fn find(program: &str) -> PathBuf {
     let path = std::env::var_os("PATH").expect("PATH");
@@ -150,6 +160,46 @@ async fn a_growth_that_is_cut_short_leaves_the_filesystem_as_it_was(
     assert_eq!(std::fs::read(target.join("file")).expect("read"), b"there");
     assert!(sys::space(&target).expect("statvfs").total > 200 << 20, "it does not grow");
     rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// Plain files cannot be copied at once: what resize2fs has changed is put back.
+#[apply(device_test)]
+async fn a_growth_that_is_killed_on_plain_files_leaves_a_sound_filesystem() {
+    let dir = temp_dir();
+    let bin = path_without(dir.path(), "none-is-missing");
+    let note = dir.path().join("note");
+    let real = find("resize2fs");
+    script(&bin, "resize2fs", &format!("echo >{}; exec {} \"$@\"", note.display(), real.display()));
+    let environment = vec![("PATH", OsString::from(&bin))];
+    let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
+    for round in 0..32 {
+        let (volume, target) =
+            rig.published(&format!("volume {round}"), 64 * MIB, mount_capability("ext4")).await;
+        std::fs::write(target.join("file"), "there").expect("write");
+        rig.detach(&volume).await;
+        rig.client.expand_volume(&volume, 200 * GIB).await.expect("expand");
+        let staging = tokio::spawn({
+            let (mut client, kubelet, volume) = (rig.client.clone(), rig.kubelet(), volume.clone());
+            async move { client.publish(&volume, mount_capability("ext4"), false, &kubelet).await }
+        });
+        until("resize2fs", || note.exists()).await;
+        tokio::time::sleep(std::time::Duration::from_millis(4 * round)).await;
+        rig.kill();
+        // The call may have been done already.
+        let _ = staging.await.expect("staging");
+        std::fs::remove_file(&note).expect("remove");
+        rig.start_again().await;
+        rig.detach(&volume).await;
+        let device = rig.attach(&volume).await;
+        testkit::fsck("ext4", &device);
+        rig.detach(&volume).await;
+        let target = rig.publish(&volume, mount_capability("ext4")).await;
+        assert_eq!(std::fs::read(target.join("file")).expect("read"), b"there");
+        assert!(sys::space(&target).expect("statvfs").total > 180 << 30, "it does not grow");
+        rig.detach(&volume).await;
+        rig.delete(&volume).await;
+    }
     rig.finish();
 }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::api_server::ApiServer;
+use crate::crowd::Door;
 use crate::free_port;
 use crate::running::Running;
 use crate::scene;
@@ -297,6 +298,12 @@ impl Program {
         protocols: &[&str],
         own: Option<(PathBuf, PathBuf)>,
     ) -> TlsStream<TcpStream> {
+        let door = self.door(protocols, own);
+        let stream = TcpStream::connect(door.address).await.expect("connect");
+        TlsConnector::from(door.config).connect(door.name, stream).await.expect("a handshake")
+    }
+
+    pub fn door(&self, protocols: &[&str], own: Option<(PathBuf, PathBuf)>) -> Door {
         let config = scene::trusting(&self.ca);
         let mut config = match own {
             None => config.with_no_client_auth(),
@@ -307,9 +314,8 @@ impl Program {
             }
         };
         config.alpn_protocols = protocols.iter().map(|name| name.as_bytes().to_vec()).collect();
-        let stream = TcpStream::connect((self.ip, self.port)).await.expect("connect");
-        let host = ServerName::try_from(self.host.clone()).expect("a name");
-        TlsConnector::from(Arc::new(config)).connect(host, stream).await.expect("a handshake")
+        let name = ServerName::try_from(self.host.clone()).expect("a name");
+        Door { address: self.at(), config: Arc::new(config), name }
     }
 
     /// GET of a URL, or of a path: the code, the head and the JSON.

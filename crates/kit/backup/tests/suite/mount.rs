@@ -1,7 +1,7 @@
 //! `mount`: a backup read by the NBD clients that people have.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
@@ -27,6 +27,27 @@ fn serve(place: &Place, sector: &str) -> (Running, PathBuf) {
 
 fn url(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", socket.display())
+}
+
+/// What it says of itself may find nobody: it serves all the same, until it is ended.
+#[test]
+fn a_server_whose_output_nobody_takes_serves() {
+    let (place, ..) = Place::with_backup(2 * MIB);
+    let socket = place.path("nbd.sock");
+    let full = || Stdio::from(std::fs::File::options().write(true).open("/dev/full").expect("open"));
+    let broken = || Stdio::from(std::io::pipe().expect("a pipe").1);
+    for (out, err) in [(broken(), broken()), (full(), full()), (Stdio::null(), broken()), (full(), broken())]
+    {
+        let mut command = place.command(&["mount", "latest", "--socket", arg(&socket)]);
+        let mut server = command.stdout(out).stderr(err).spawn().expect("start");
+        until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+        let info = run("nbdinfo", &["--size", &url(&socket)]);
+        assert_eq!(info.trim(), (2 * MIB).to_string());
+        testkit::signal(server.id(), Signal::SIGTERM);
+        let code = server.wait().expect("wait").code();
+        assert_eq!(code, Some(0));
+        assert!(!socket.exists());
+    }
 }
 
 #[test]

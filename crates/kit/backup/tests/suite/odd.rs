@@ -271,7 +271,12 @@ fn streams_that_nobody_takes_end_no_work() {
     let paths = ["image", "out", "page"].map(|name| place.path(name));
     let [device, to, page] = paths.each_ref().map(|path| arg(path));
     // The exit code, and that where standard output is full: what a command prints alone is lost then.
-    let commands: [(&[&str], i32, i32); 13] = [
+    let kubeconfig = place.path("kubeconfig");
+    std::fs::write(&kubeconfig, "").expect("write");
+    let run = ["run", "--pvc", "data", "--kubeconfig", arg(&kubeconfig)];
+    let bucket = Place { url: Some("s3://b".into()), ..Place::new() };
+    let commands: [(&[&str], i32, i32); 14] = [
+        (&run, 1, 1),
         (&["full", "--volume", "v", "--device", device], 0, 0),
         (&["auto", "--volume", "v", "--device", device], 0, 0),
         (&["restore", "latest", "--to", to, "--overwrite"], 0, 0),
@@ -290,7 +295,8 @@ fn streams_that_nobody_takes_end_no_work() {
         for (out, err) in STREAMS.iter().flat_map(|out| STREAMS.map(|err| (*out, err))) {
             let outputs = ["text", "json"].into_iter().take(if err == Stream::Read { 2 } else { 1 });
             for output in outputs {
-                let program = place.command(&[arguments, &["--output", output]].concat());
+                let of = if arguments == run { &bucket } else { &place };
+                let program = of.command(&[arguments, &["--output", output]].concat());
                 let closed = [(out, ">&-"), (err, "2>&-")];
                 let closed = closed.map(|(of, how)| if of == Stream::Closed { how } else { "" }).join(" ");
                 let mut command = Command::new("sh");

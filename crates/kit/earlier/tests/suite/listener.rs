@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 use testkit::api_server::API_AUDIENCE;
+use testkit::crowd::{Stranger, keeps_nobody_out};
 
 use crate::driver::{Driver, Volume};
 use crate::walk::tuples;
@@ -224,6 +225,17 @@ pub async fn strangers_take_no_places(world: World) {
     let (answered, strangers) =
         tokio::join!(program.get(&url, Some(&token)), futures_util::future::join_all(strangers));
     assert_eq!((answered.0, strangers), (200, vec![401; 20]));
+}
+
+pub async fn ten_thousand_strangers_keep_nobody_out(world: World) {
+    let _driver = Driver::asked_of_two(&world).await;
+    let (program, token, url) = world.serves("walk", &[]).await;
+    let door = program.door(&["h2"], None);
+    keeps_nobody_out(Stranger::Handshake, door, async || {
+        let answer = program.https(program.at()).get(&url).bearer_auth(&token).send().await;
+        answer.is_ok_and(|answer| answer.status() == 200)
+    })
+    .await;
 }
 
 /// Pages that nobody took stayed in memory while their places were free again, however many there were.

@@ -38,6 +38,7 @@ fn main() -> ExitCode {
         listener::a_driver_that_is_away_or_broken_is_reported,
         listener::requests_at_once_are_bounded,
         listener::strangers_take_no_places,
+        listener::ten_thousand_strangers_keep_nobody_out,
         listener::a_page_that_is_not_taken_keeps_its_place_for_a_time,
         listener::one_user_does_not_take_the_places_of_others,
         walk::a_user_walks_two_pages_with_kubectl,

@@ -13,7 +13,7 @@ pub async fn ten_thousand_strangers_keep_nobody_out(world: World) {
     let mut gateway = world.gateway_with(&[], None, "info").await;
     gateway.ready().await;
     let (config, name) = hello(&gateway);
-    let door = Door { port: gateway.port, config, name };
+    let door = Door { address: ([127, 0, 0, 1], gateway.port).into(), config, name };
     for kind in [Stranger::Connection, Stranger::HalfHello, Stranger::Handshake, Stranger::Preface] {
         keeps_nobody_out(kind, door.clone(), async || {
             let answer = gateway.client().await.allocated(&token, &ns, "monday").await;

@@ -119,7 +119,7 @@ async fn only_certificates_of_the_cluster_get_a_byte() {
 async fn ten_thousand_strangers_keep_no_router_out() {
     let cluster = Cluster::start(PoolKind::Dir, 1, &[]).await;
     let (dir, port) = (cluster.dir.path(), cluster.nodes[0].port);
-    let door = Door { port, config: client(None), name: any_name() };
+    let door = Door { address: ([127, 0, 0, 1], port).into(), config: client(None), name: any_name() };
     let router_is_let_in = async || bytes_for(port, Some((dir, "router"))).await > 0;
     keeps_nobody_out(Stranger::HalfHello, door, router_is_let_in).await;
     cluster.volume_on(0, "after").await;
