@@ -125,6 +125,20 @@ fn empty_value(command: &Command, given: &ArgMatches) -> Option<String> {
     empty_value(command.find_subcommand(name)?, given)
 }
 
+/// Ends the program for a wrong command line, which is also told as JSON if that was asked for.
+fn refuse(error: &clap::Error) -> ! {
+    let words: Vec<_> = std::env::args_os().collect();
+    if words.windows(2).any(|pair| pair == ["--output", "json"])
+        || words.iter().any(|word| word == "--output=json")
+    {
+        let text = error.render().to_string();
+        let what = text.split("\n\n").next().unwrap_or_default().trim_start_matches("error: ");
+        // The reader may be gone.
+        let _ = writeln!(io::stdout(), "{}", serde_json::json!({ "error": what }));
+    }
+    error.exit()
+}
+
 /// The error, which names the commands that take a flag where the given one does not.
 fn naming_takers(program: &Command, mut error: clap::Error) -> clap::Error {
     if let (Wrong::UnknownArgument, Some(ContextValue::String(flag))) =
@@ -179,9 +193,9 @@ pub fn parse<C: Parser>() -> C {
             printed(error.print().and_then(|()| io::stdout().flush())).map(|()| None).map_err(Box::from)
         }
         given => {
-            let given = given.unwrap_or_else(|error| naming_takers(&program, error).exit());
+            let given = given.unwrap_or_else(|error| refuse(&naming_takers(&program, error)));
             if let Some(why) = empty_value(&program, &given) {
-                program.error(Wrong::InvalidValue, why).exit();
+                refuse(&program.error(Wrong::InvalidValue, why));
             }
             pages::run(&program, &given).map(|is_done| Some(given).filter(|_| !is_done))
         }
@@ -189,7 +203,7 @@ pub fn parse<C: Parser>() -> C {
     match given {
         Ok(Some(given)) => {
             IS_QUIET.store(is_quiet(&given), Ordering::Relaxed);
-            C::from_arg_matches(&given).unwrap_or_else(|error| error.exit())
+            C::from_arg_matches(&given).unwrap_or_else(|error| refuse(&error))
         }
         Ok(None) => std::process::exit(0),
         Err(error) => {

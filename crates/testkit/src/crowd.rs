@@ -75,7 +75,7 @@ pub async fn keeps_nobody_out(kind: Stranger, door: Door, mut ask: impl AsyncFnM
         crowd.spawn(kind.hold(door.clone(), held.clone()));
     }
     let (begun, mut took) = (Instant::now(), Vec::new());
-    while begun.elapsed() < Duration::from_secs(15) || held.load(Ordering::Relaxed) < STRANGERS {
+    while begun.elapsed() < Duration::from_secs(10) || held.load(Ordering::Relaxed) < STRANGERS {
         let asked = Instant::now();
         // Until it is known a client is a stranger too, and is closed for newer ones where this machine is slow. As clients do,
         // it connects again, and the time keeps running.

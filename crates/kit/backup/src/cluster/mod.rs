@@ -29,6 +29,8 @@ use shell::plain;
 const POLL: Duration = Duration::from_millis(500);
 /// How long what is deleted may take to go: a pod has 30 s to end.
 const GOING: Duration = Duration::from_secs(90);
+/// How many pods that were killed are replaced.
+const REPLACED: usize = 3;
 /// Says of which claim a snapshot of ours is. One that a user keeps is not ours any more.
 const OF_CLAIM: &str = "cbt-backup/claim";
 /// Says that a snapshot is the base of the next backup.
@@ -117,6 +119,13 @@ struct Run<'r> {
     stop: &'r Stop,
     /// What this run has made, or may have: the answer can be lost.
     created: Mutex<Vec<(Resource, String)>>,
+}
+
+/// How a pod ended that did not fail by itself.
+enum Ended {
+    Made(Box<About>),
+    /// Its memory was used up, or its node was drained: the description of it.
+    Killed(String),
 }
 
 /// What a run has made.
@@ -310,8 +319,19 @@ impl Run<'_> {
             .ok_or_else(|| refused!("nothing says how large {snapshot} is"))?;
         let storage_class = text(&claim, "/spec/storageClassName");
         self.create(CLAIMS, self.source_claim(snapshot, &size, storage_class)).await?;
-        self.create(PODS, self.pod(snapshot, repository, placement)).await?;
-        let about = self.finished().await?;
+        let mut killed = 0;
+        let about = loop {
+            self.create(PODS, self.pod(snapshot, repository, placement.clone(), killed > 0)).await?;
+            match self.finished().await? {
+                Ended::Made(about) => break *about,
+                Ended::Killed(why) if killed < REPLACED => {
+                    tell(&format!("{why}: another pod continues the backup"));
+                    self.remove(PODS, &self.name, |there| self.has_made(there)).await?;
+                    killed += 1;
+                }
+                Ended::Killed(why) => return Err(refused!("{why}, and so were {REPLACED} pods before it")),
+            }
+        };
         // The backup is made, whatever comes now.
         let needs_snapshot = self.needs_snapshot(&content).await.unwrap_or_else(|error| {
             tracing::warn!("VolumeSnapshot {snapshot} stays: {}", base::report(&error));
@@ -422,14 +442,14 @@ impl Run<'_> {
         }
     }
 
-    /// Waits until the pod has ended: what it reports.
-    async fn finished(&self) -> Result<About> {
+    /// Waits until the pod has ended.
+    async fn finished(&self) -> Result<Ended> {
         let mut has_started = false;
         self.until(PODS, &self.name, |pod, is_late| {
             let status = "/status/containerStatuses/0/state";
             let message = text(pod, &format!("{status}/terminated/message")).unwrap_or_default();
             match text(pod, "/status/phase") {
-                Some("Succeeded") => Some(serde_json::from_str(message).map_err(|error| {
+                Some("Succeeded") => Some(serde_json::from_str(message).map(Ended::Made).map_err(|error| {
                     refused!(
                         "the backup is made, and the report of pod {} cannot be read: {error}",
                         self.name
@@ -438,8 +458,11 @@ impl Run<'_> {
                 Some("Failed") => {
                     let why = [message, text(pod, "/status/message").unwrap_or_default()].join(" ");
                     let code = pod.data.pointer(&format!("{status}/terminated/exitCode"));
+                    // By SIGTERM, which cbt-backup answers with 130, or SIGKILL. A pod that is evicted may have no code.
+                    let is_killed = code.is_none_or(|code| [130, 137, 143].iter().any(|by| code == by));
                     let code = code.map_or_else(|| "?".to_owned(), ToString::to_string);
-                    Some(Err(refused!("pod {} failed with exit code {code}: {}", self.name, why.trim())))
+                    let why = format!("pod {} failed with exit code {code}: {}", self.name, why.trim());
+                    Some(if is_killed { Ok(Ended::Killed(why)) } else { Err(Error::refused(why)) })
                 }
                 Some("Running") if !has_started => {
                     has_started = true;

@@ -74,12 +74,20 @@ impl Run<'_> {
         })
     }
 
-    pub(super) fn pod(&self, snapshot: &str, repository: &str, placement: Option<Value>) -> Value {
+    /// `continues` the backup of a pod that was killed.
+    pub(super) fn pod(
+        &self,
+        snapshot: &str,
+        repository: &str,
+        placement: Option<Value>,
+        continues: bool,
+    ) -> Value {
         let volume = self.arguments.volume.clone();
         let volume = volume.unwrap_or_else(|| format!("{}/{}", self.namespace, self.arguments.pvc));
         let wish = if self.arguments.full { "full" } else { "auto" };
         let mut arguments = vec![wish, "--volume", &volume, "--device", DEVICE];
         arguments.extend(["--namespace", &self.namespace, "--snapshot", snapshot, "--report", REPORT]);
+        arguments.extend(continues.then_some("--resume"));
         arguments.extend(self.arguments.more.iter().map(String::as_str));
         let claim = json!({"claimName": self.name, "readOnly": true});
         let mut volumes = vec![json!({"name": "source", "persistentVolumeClaim": claim})];

@@ -219,13 +219,18 @@ impl Repository {
 
     /// The ids of all backups, the oldest first.
     pub fn ids(&self) -> Result<Vec<String>> {
-        let of = |object: object_store::ObjectMeta| object.location.filename().map(str::to_owned);
-        Ok(self.store.list("backups")?.into_iter().filter_map(of).collect())
+        self.ids_of("backups")
     }
 
-    /// An id that comes after all others, and whether the clock is behind the last of them.
+    fn ids_of(&self, top: &str) -> Result<Vec<String>> {
+        let of = |object: object_store::ObjectMeta| object.location.filename().map(str::to_owned);
+        Ok(self.store.list(top)?.into_iter().filter_map(of).collect())
+    }
+
+    /// An id that comes after all others, also those of backups that others have begun, and whether the clock is behind the last of them.
     pub fn next_id(&self, now: jiff::Timestamp) -> Result<(String, Option<String>)> {
-        let ids = self.ids()?;
+        let mut ids = [self.ids()?, self.ids_of("partial")?].concat();
+        ids.sort();
         let last = ids.iter().rev().find_map(|id| Some((id, time_of(id)?)));
         let after =
             |time: jiff::Timestamp| time.checked_add(jiff::Span::new().milliseconds(1)).unwrap_or(time);
@@ -286,11 +291,15 @@ impl Repository {
 
     /// What was interrupted.
     pub fn partials(&self) -> Result<Vec<(String, Result<Partial>)>> {
-        let list = self.store.list("partial")?.into_iter().map(|object| object.location.to_string());
-        let read = |name: &String| Partial::decode(&self.store.get(name, MAX_INDEX)?, name);
-        let found = list.map(|name| (name.clone(), read(&name)));
+        let objects = self.store.list("partial")?;
+        let mut found = self.store.get_each(&objects, MAX_INDEX, |object, bytes| {
+            let name = object.location.to_string();
+            let partial = bytes.and_then(|bytes| Partial::decode(&bytes, &name));
+            (name, partial)
+        })?;
         // What another backup has removed meanwhile is done.
-        Ok(found.filter(|(_, partial)| !matches!(partial, Err(error) if error.is_not_found())).collect())
+        found.retain(|(_, partial)| !matches!(partial, Err(error) if error.is_not_found()));
+        Ok(found)
     }
 
     /// What a verify has found wrong with a backup.
@@ -414,11 +423,13 @@ mod tests {
                 behind.is_some(),
                 ids.last().is_some_and(|last| time_of(last).expect("a time") >= now)
             );
-            repository.store.replace(&format!("backups/{id}"), Vec::new()).expect("write");
+            let top = if seconds == 1_900_000_000 { "partial" } else { "backups" };
+            repository.store.replace(&format!("{top}/{id}"), Vec::new()).expect("write");
             // What others put there is no backup.
             repository.store.replace("backups/zzz-1", Vec::new()).expect("write");
             ids.push(id);
         }
+        ids.remove(1);
         assert_eq!(repository.ids().expect("ids"), ids);
     }
 }

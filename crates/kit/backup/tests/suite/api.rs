@@ -36,6 +36,8 @@ struct State {
     lost: Vec<(&'static str, Trouble)>,
     /// The pod runs so long.
     runs: Duration,
+    /// How pods end, the first first; those after them make the backup.
+    ends: Vec<Value>,
     /// When the pod was made.
     began: Option<Instant>,
     pod: Value,
@@ -170,6 +172,9 @@ impl State {
                         json!({"readyToUse": true, "boundVolumeSnapshotContentName": "content"});
                 }
                 if path.ends_with("/pods") {
+                    if self.began.is_some() && !self.ends.is_empty() {
+                        self.ends.remove(0);
+                    }
                     (self.began, self.pod) = (Some(Instant::now()), object.clone());
                 }
                 self.objects.insert(format!("{path}/{name}"), object.clone());
@@ -212,6 +217,7 @@ impl State {
         });
         pod["status"] = match has_ended {
             false => json!({"phase": "Running"}),
+            true if !self.ends.is_empty() => self.ends[0].clone(),
             true => {
                 let state = json!({"terminated": {"exitCode": 0, "message": report.to_string()}});
                 json!({"phase": "Succeeded", "containerStatuses": [{"state": state}]})
@@ -369,6 +375,35 @@ fn ctrl_c_is_seen_while_the_api_server_is_silent() {
     running.signal(Signal::SIGINT);
     assert_eq!(running.ends_within(Duration::from_secs(10)), Some(130));
     assert_eq!(server.left(), [""; 0]);
+}
+
+/// A pod whose memory is used up, or whose node is drained, has not failed by itself: the next one continues.
+#[test]
+fn a_pod_that_is_killed_is_replaced() {
+    let failed = |code: i32| {
+        let state = json!({"terminated": {"exitCode": code, "message": "gone"}});
+        json!({"phase": "Failed", "containerStatuses": [{"state": state}]})
+    };
+    let evicted = json!({"phase": "Failed", "reason": "Evicted", "message": "the node is low on memory"});
+    let server = Server::start(Duration::from_millis(300));
+    server.state.lock().unwrap().ends = vec![failed(137), evicted, failed(130)];
+    let output = server.place.run(&[&RUN[..], &["--full"]].concat());
+    let said = ended(0, &output);
+    assert_eq!(said.matches("another pod continues the backup").count(), 3, "{said}");
+    let last = server.state.lock().unwrap().pod["spec"]["containers"][0]["args"].clone();
+    assert!(last[0] == "full" && last.as_array().is_some_and(|words| words.contains(&json!("--resume"))));
+    assert_eq!(server.left(), [""; 0]);
+
+    // It is not done for ever, and not for one that failed by itself.
+    for (ends, why) in
+        [(vec![failed(137); 4], "so were 3 pods before it"), (vec![failed(1)], "exit code 1: gone")]
+    {
+        let server = Server::start(Duration::from_millis(300));
+        server.state.lock().unwrap().ends = ends;
+        let said = server.place.fails(1, &RUN);
+        assert!(said.contains(why), "{said}");
+        assert_eq!(server.left(), [""; 0]);
+    }
 }
 
 #[test]

@@ -24,6 +24,9 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
 }
 ";
 
+/// In seconds.
+pub const DAY: i64 = 86400;
+
 pub struct Clock {
     library: String,
 }
@@ -38,15 +41,15 @@ impl Clock {
         Clock { library: arg(&library).to_owned() }
     }
 
-    /// The clock of a command is ahead by so many days.
-    pub fn set(&self, command: &mut Command, days: i64) {
-        command.env("LD_PRELOAD", &self.library).env("CLOCK_AHEAD", (days * 86400).to_string());
+    /// The clock of a command is ahead by so many seconds.
+    pub fn set(&self, command: &mut Command, seconds: i64) {
+        command.env("LD_PRELOAD", &self.library).env("CLOCK_AHEAD", seconds.to_string());
     }
 
     /// A full backup of the image, with the clock ahead by so many days, and what is said about it.
     pub fn full(&self, place: &Place, days: i64) -> (String, String) {
         let mut command = place.backup("full", &["--output", "json"]);
-        self.set(&mut command, days);
+        self.set(&mut command, days * DAY);
         let output = command.output().expect("run");
         let said = ended(0, &output);
         let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");

@@ -12,6 +12,8 @@ pub enum Fault {
     LoseAnswer,
     /// It is refused with this status, and not done.
     Refuse(u16),
+    /// It is done, and the connection breaks in the middle of the answer.
+    Cut,
     /// It waits, as all that come after it, until the relay is opened again.
     Hold,
 }
@@ -131,7 +133,7 @@ impl Shared {
             let refused = match fault {
                 Some(Fault::LoseAnswer) => Some(500),
                 Some(Fault::Refuse(code)) => Some(code),
-                Some(Fault::Hold) | None => None,
+                Some(Fault::Hold | Fault::Cut) | None => None,
             };
             let mut body = (&mut requests).take(length(&head));
             if matches!(fault, Some(Fault::Refuse(_))) {
@@ -142,6 +144,10 @@ impl Shared {
                 let answer = self::head(&mut answers)?;
                 let mut content = vec![0; if method == "HEAD" { 0 } else { length(&answer) as usize }];
                 answers.read_exact(&mut content)?;
+                if fault == Some(Fault::Cut) {
+                    client.write_all(answer.as_bytes())?;
+                    return client.write_all(&content[..content.len() / 2]);
+                }
                 if refused.is_none() {
                     client.write_all(answer.as_bytes())?;
                     client.write_all(&content)?;

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use nix::sys::signal::Signal;
 
 use super::{Life, Taken};
-use crate::clock::Clock;
+use crate::clock::{Clock, DAY};
 use crate::proxy::{Fault, Proxy};
 use crate::rights::{NOBODY, set_mode, walk};
 use crate::s3::Bucket;
@@ -18,8 +18,8 @@ use crate::tool::{Mounted, Place, Running, arg, text};
 pub enum Odd {
     /// A directory. As root it is a filesystem of its own.
     Directory { clock: Clock, disk: Option<Mounted> },
-    /// A bucket behind a relay. A clock that jumps makes signatures that it refuses.
-    Bucket { proxy: Proxy, _server: Running },
+    /// A bucket behind a relay. It refuses signatures whose time is wrong by more than 15 minutes.
+    Bucket { clock: Clock, proxy: Proxy, _server: Running },
 }
 
 impl Odd {
@@ -27,7 +27,8 @@ impl Odd {
         if is_in_bucket {
             let mut bucket = Bucket::start();
             let proxy = bucket.proxy();
-            return (Odd::Bucket { proxy, _server: bucket.server }, bucket.place);
+            let clock = Clock::new(&bucket.place);
+            return (Odd::Bucket { clock, proxy, _server: bucket.server }, bucket.place);
         }
         let mut place = Place::new();
         set_mode(place.dir.path(), 0o777);
@@ -54,17 +55,26 @@ impl Life {
     /// A command line. Sometimes its clock is not right.
     pub fn command(&mut self, arguments: &[&str]) -> Command {
         let mut command = self.place.command(arguments);
-        if let Odd::Directory { clock, .. } = &self.odd
-            && self.random.u8(..3) == 0
-        {
-            clock.set(&mut command, self.random.i64(-400..400));
+        let (clock, jump) = match &self.odd {
+            Odd::Directory { clock, .. } => (clock, 400 * DAY),
+            Odd::Bucket { clock, .. } => (clock, 10 * 60),
+        };
+        if self.random.u8(..3) == 0 {
+            clock.set(&mut command, self.random.i64(-jump..jump));
         }
         command
     }
 
-    /// Leaves next to no room in the repository, where its disk can be made smaller.
+    /// Leaves next to no room in the repository, where its disk can be made smaller. A bucket refuses data when its quota is used up.
     pub fn fill_the_disk(&mut self) -> bool {
-        let Odd::Directory { disk: Some(disk), .. } = &self.odd else { return false };
+        let disk = match &self.odd {
+            Odd::Directory { disk: Some(disk), .. } => disk,
+            Odd::Directory { disk: None, .. } => return false,
+            Odd::Bucket { proxy, .. } => {
+                (0..1000).for_each(|_| proxy.next("PUT", "/packs/", Fault::Refuse(403)));
+                return true;
+            }
+        };
         let now = nix::sys::statvfs::statvfs(&disk.0).expect("statvfs");
         let used = (now.blocks() - now.blocks_free()) * now.fragment_size();
         resize(disk, used + self.random.u64(4096..512 << 10));
@@ -82,6 +92,8 @@ impl Life {
             ("PUT", "/locks/", Fault::LoseAnswer),
             ("GET", "/packs/", Fault::Refuse(500)),
             ("GET", "/backups/", Fault::Refuse(503)),
+            ("GET", "/packs/", Fault::Cut),
+            ("GET", "/backups/", Fault::Cut),
             ("DELETE", "/", Fault::LoseAnswer),
         ];
         for (method, part, fault) in faults.into_iter().skip(usize::from(!may_refuse)) {
