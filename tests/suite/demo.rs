@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use testkit::{PoolKind, names, said, signal, wait};
+use testkit::{PoolKind, names, pages, said, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(testkit::program("deltapath"));
@@ -32,6 +32,8 @@ fn it_succeeds_on_every_pool_twice_in_a_row_and_leaves_nothing(
         for part in ["GetMetadataDelta", "OK: every tuple and every byte", "█", "·"] {
             assert!(text.contains(part), "no {part}:\n{text}");
         }
+        let readme = pages::read("README.md");
+        pages::assert_printed(pages::blocks(&readme, "text")[0], &text);
         assert_clean(dir.path());
     }
 }

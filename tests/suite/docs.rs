@@ -113,12 +113,13 @@ fn every_default_is_in_the_reference() {
     let reference = read("docs/reference.md");
     let of_backup = PROGRAMS[3].1.iter().map(|command| format!("cbt-backup {command}"));
     let mut seen = 0;
-    let of_lab = ["bench", "conformance"].map(|command| format!("cbt-lab {command}"));
+    let of_lab = PROGRAMS[5].1.iter().map(|command| format!("cbt-lab {command}"));
     for line in SECTIONS.map(str::to_owned).into_iter().chain(of_backup).chain(of_lab) {
         let (program, command) = line.split_once(' ').unwrap_or((&line, "--help"));
         let table = match (program, command) {
             ("cbt-lab", "bench") => read("docs/lab-bench.md"),
-            ("cbt-lab", _) => read("docs/conformance.md"),
+            ("cbt-lab", "conformance") => read("docs/conformance.md"),
+            ("cbt-lab", _) => section(&read("docs/faults.md"), "Flags").to_owned(),
             ("cbt-backup", _) => section(&reference, "Flags of `cbt-backup`").to_owned(),
             _ => section(&reference, &format!("Flags of `{line}`")).to_owned(),
         };
@@ -134,7 +135,44 @@ fn every_default_is_in_the_reference() {
             seen += 1;
         }
     }
-    assert!(seen > 50, "{seen} defaults");
+    assert!(seen > 60, "{seen} defaults");
+}
+
+/// The main figures of the pages are those of the rows, rounded.
+#[test]
+fn the_figures_of_the_pages_are_those_of_the_benchmarks() {
+    let figures = |text: &str| -> Vec<(f64, i32)> {
+        let text = text.replace(',', "");
+        let words = text.split(|c: char| !c.is_ascii_digit() && c != '.').map(|word| word.trim_matches('.'));
+        let decimals = |word: &str| word.split_once('.').map_or(0, |(_, behind)| behind.len() as i32);
+        words.filter_map(|word| Some((word.parse::<f64>().ok()?, decimals(word)))).collect()
+    };
+    let all: Vec<serde_json::Value> = serde_json::from_str(&read("docs/benchmarks.json")).expect("JSON");
+    let text = |row: &serde_json::Value, key: &str| row[key].as_str().expect("text").to_owned();
+    let both = ["README.md", "docs/benchmarks.md"].map(read).concat();
+    for (line, of) in [
+        ("| the delta of 1 % of 1 GiB", "GetMetadataDelta of 1 % (2621 blocks), xfs"),
+        ("| the first snapshot of", "first CreateSnapshot, nothing hashed, 16 TiB sparse, 1 GiB data, btrfs"),
+        ("| a stream of 67 million", "stream of 67,108,864 FIXED_LENGTH tuples"),
+        ("| hashed, cached", "GetMetadataDelta of 1 % (2621 blocks), "),
+        ("| hashed, nothing cached", "GetMetadataDelta of 1 % (2621 blocks), cold"),
+        ("| at once, nothing", "GetMetadataDelta at once after CreateSnapshot, cold, 1 %"),
+        ("| the same in a sparse volume", "row j in a volume of 16 TiB"),
+        ("| GetMetadataDelta | 64 TiB", "64 TiB with 67,108,864 allocated blocks"),
+        ("| default compression", "full backup, 4 GiB of data of which half is text, against"),
+        ("| `--compression=-3`", "full backup, 4 GiB of data of which half is text, --compression=-3"),
+        ("| delta from the first of 1,000 snapshots", "a delta from the first, 1000 snapshots of a volume"),
+    ] {
+        let line = both.lines().find(|row| row.starts_with(line)).expect(line);
+        let rows = all.iter().filter(|row| text(row, "what").starts_with(of));
+        let rows = rows.map(|row| ["what", "measured", "beside", "must"].map(|key| text(row, key)).join(" "));
+        let measured = figures(&rows.collect::<Vec<_>>().join(" "));
+        for (figure, decimals) in figures(line) {
+            let is_it = |found: f64| (found - figure).abs() <= 0.5 * 0.1f64.powi(decimals) + 1e-9;
+            let is_there = measured.iter().any(|(found, _)| is_it(*found) || is_it(found / 1e6));
+            assert!(is_there, "{line}: {figure} is not in docs/benchmarks.json at {of:?}");
+        }
+    }
 }
 
 #[test]

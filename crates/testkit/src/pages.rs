@@ -42,6 +42,24 @@ pub fn calls_of_csi() -> Vec<(String, String)> {
     calls
 }
 
+/// The words of a line without those that have a figure: two runs print the same ones. The first word always counts.
+fn words(line: &str) -> Vec<&str> {
+    let has_figure = |word: &str| word.contains(|c: char| c.is_ascii_digit());
+    let words = line.split_whitespace().enumerate();
+    words.filter(|(number, word)| *number == 0 || !has_figure(word)).map(|(_, word)| word).collect()
+}
+
+/// Fails where a line of the example of a page, but for its figures, is not the start of a line that was printed. Lines without a
+/// letter do not count.
+#[track_caller]
+pub fn assert_printed(example: &str, printed: &str) {
+    let lines: Vec<Vec<&str>> = printed.lines().map(words).collect();
+    for wanted in example.lines().filter(|line| line.contains(|c: char| c.is_ascii_alphabetic())) {
+        let is_there = lines.iter().any(|line| line.starts_with(&words(wanted)));
+        assert!(is_there, "the page shows {wanted:?}, which is not in:\n{printed}");
+    }
+}
+
 /// What stands between backticks.
 pub fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)

@@ -34,6 +34,19 @@ part_single() {
     unchanged
 }
 
+# What the tutorial shows, but for its figures, and the file of the second backup after the restore.
+tutorial_printed() {
+    local text sums
+    for text in ': full, ' 'full because there is no earlier backup of default/try-data' ': incremental, ' ' is in /dev/target: ' \
+        ' and /dev/target: ' ' compared, equal'; do
+        grep -qF "$text" "$root/docs/tutorial-cluster.md" || fail "docs/tutorial-cluster.md does not show \"$text\""
+        grep -qF "$text" "$scratch/tutorial" || fail "the commands of docs/tutorial-cluster.md do not print \"$text\""
+    done
+    sums=$(grep -E '^[0-9a-f]{64}  /data/first$' "$scratch/tutorial") || fail "the commands of docs/tutorial-cluster.md print no checksum"
+    [ "$(wc -l <<<"$sums") $(sort -u <<<"$sums" | wc -l)" = "2 1" ] ||
+        fail "the restored file is to have the checksum of the second backup, and no other is printed: $sums"
+}
+
 # The tutorial and docs/backup.md in a cluster: their commands, as they stand but for where the bucket is.
 backup_page() {
     local server page=$scratch/backup-page
@@ -62,7 +75,8 @@ backup_page() {
     { commands_of docs/tutorial-cluster.md | grep -v ^hack/ && commands_of docs/backup.md; } |
         sed "/^export/,\$d; s|--from-literal AWS_REGION=|--from-literal AWS_ENDPOINT=$AWS_ENDPOINT --from-literal AWS_ALLOW_HTTP=true &|" >"$page"
     grep '^cbt-backup run' "$page" >"$page-again" || fail "docs/backup.md runs no backup in a cluster"
-    (cd "$root" && PATH=$root/.deps/image/cbt-backup:$PATH on "$name-a" exec bash -euxo pipefail "$page")
+    (cd "$root" && PATH=$root/.deps/image/cbt-backup:$PATH on "$name-a" exec bash -euxo pipefail "$page") | tee "$scratch/tutorial"
+    tutorial_printed
     only_when_asked
     nothing_of_ours "a backup"
     backups full

@@ -2,7 +2,7 @@
 
 use super::{all_cases, bare, conformance, ends_untested, run, run_broken, said};
 use testkit::lab::Lab;
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, pages};
 
 /// The proxy adds no fault of its own, and secrets are sent with the right calls.
 #[apply(device_test)]
@@ -50,6 +50,9 @@ async fn focus_skip_junit_and_text(rig: Rig<Xfs>) {
     let order = reported.lines().skip_while(|line| !line.contains("delta-order")).collect::<Vec<_>>();
     assert!(order[1].contains("GetMetadataDelta: byte_offset strictly increases"), "{reported}");
     assert!(order[2].contains("does not start after its predecessor"), "{reported}");
+    let page = pages::read("docs/conformance.md");
+    let example = pages::blocks(&page, "text")[0].replace("your.csi.driver", "deltapath.csi.dev");
+    pages::assert_printed(&example, &reported);
     let xml = std::fs::read_to_string(&junit).expect("JUnit");
     assert!(xml.contains("failures=\"1\"") && xml.contains("does not start after"), "{xml}");
 }
