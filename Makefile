@@ -136,7 +136,7 @@ interleavings: ## Locks, queue and stream memory under a model checker: SCHEDULE
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)
 
-seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver and of a repository
+seeds: deps ## Write the seeds of the fuzz corpora again, from files of the driver and of a repository
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --features failpoints --test suite -- seeds
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --package cbt-backup --lib -- seeds
 

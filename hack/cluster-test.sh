@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that the manifests, scripts and pages promise, on real Kubernetes clusters of hack/cluster.sh. Says which
-# part fails and goes on with the next; what is left on the machine afterwards fails too.
+# part fails and continues with the next; what is left on the machine afterwards fails too.
 set -euo pipefail
 # shellcheck source=hack/cluster/lib.sh
 . "$(dirname "$0")/cluster/lib.sh"

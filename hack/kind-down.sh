@@ -17,7 +17,7 @@ fi
 if kube get namespace "$namespace" >/dev/null 2>&1; then
     say "deleting what uses volumes of deltapath"
     "$root/hack/remove.sh" --context "kind-$CLUSTER" --volumes ||
-        say "not all of it went; going on. Loop devices may stay until they are detached (docs/uninstall.md)"
+        say "not all of it could be removed. Loop devices may stay until they are detached (docs/uninstall.md)"
 fi
 say "deleting the cluster $CLUSTER"
 kind delete cluster --name "$CLUSTER"

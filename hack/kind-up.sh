@@ -26,7 +26,7 @@ need "$engine"
 [ -e /dev/loop-control ] || [ "$(uname -s)" != Linux ] || fail "no /dev/loop-control: modprobe loop"
 case "$(kind version)" in
     *"$kind_version"*) ;;
-    *) say "kind is not $kind_version, which this was written for; going on" ;;
+    *) say "kind is not $kind_version, which this script is written for; continuing" ;;
 esac
 
 if kind get clusters 2>/dev/null | grep -qx "$CLUSTER"; then

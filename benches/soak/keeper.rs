@@ -15,7 +15,7 @@ use testkit::Rig;
 /// How often a line is printed, in seconds.
 const PRINT: f64 = 30.0;
 
-/// Watches until all of the `working` tasks have ended. Stops and kills go on during the first third.
+/// Watches until all of the `working` tasks have ended. Stops and kills happen during the first third.
 pub async fn watch(world: &'static World, rig: &mut Rig, working: usize, tasks: &mut JoinSet<()>) -> Curves {
     let length = world.length.as_secs_f64();
     let between = (length / 24.0).clamp(8.0, 45.0);
@@ -82,7 +82,7 @@ async fn end_and_start(world: &World, rig: &mut Rig, in_order: bool) {
 
 /// What passed through the devices since the last look.
 struct Traffic {
-    /// Sectors read and written, by device. They go on where another file takes the device over.
+    /// Sectors read and written, by device. They keep their values where another file takes the device over.
     seen: BTreeMap<PathBuf, [u64; 2]>,
     at: f64,
 }
@@ -198,7 +198,7 @@ pub fn print_counts(world: &World) {
     let gigabytes = |counter| get(counter) as f64 / 1e9;
     println!(
         "fio: {} passes, {:.2} GB written, {:.2} GB verified. Backups: {} snapshots, {} deltas ({} from deleted bases), \
-         {:.2} GB copied, {:.1} GB compared. {} restores, {} clones, {} groups, {} expansions, {} volumes published anew. \
+         {:.2} GB copied, {:.1} GB compared. {} restores, {} clones, {} groups, {} expansions, {} volumes published again. \
          {} snapshots of a device whose {} pairs of writes were logged in order. The pool was full {} times and refused {} \
          snapshots. The driver was stopped {} times and killed {} times.",
         get(&counts.passes),

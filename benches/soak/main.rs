@@ -3,7 +3,7 @@
 //! 16 volumes, raw ones and all filesystems, are written by `fio`, which verifies what it wrote. Each has a
 //! backup: a snapshot, its allocated blocks once and then deltas, copied into a file that is compared with the
 //! snapshot byte by byte, read from its image or from a restored volume. Bases are deleted before their delta is
-//! asked; volumes are cloned, restored, expanded, published anew and taken in groups. On one more device writers log what
+//! asked; volumes are cloned, restored, expanded, published again and taken in groups. On one more device writers log what
 //! they wrote, and each snapshot of it must hold what its logs name. For half of the time a loop device of somebody
 //! else's is dead; eight times the pool is full. During the first third the driver is stopped and killed again and
 //! again; the other two run on one process, so that what it leaks shows.

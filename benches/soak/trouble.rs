@@ -1,4 +1,4 @@
-//! What goes on beside the load: writers whose order snapshots must keep, somebody's dead loop devices, and a pool that
+//! What happens during the load: writers whose order snapshots must keep, somebody's dead loop devices, and a pool that
 //! is full now and then.
 
 use std::time::Duration;

@@ -33,8 +33,8 @@ pub fn write_blocks(device: &Path, random: &mut Rng, offsets: &[u64]) {
     file.sync_all().expect("flush");
 }
 
-/// A copy that [`bare_copy`] made, in `staging/`: a start of the driver would remove it. It is removed when dropped, which leaves the filesystem work that goes on behind:
-/// not before what it stands beside is measured.
+/// A copy that [`bare_copy`] made, in `staging/`: a start of the driver would remove it.
+/// It is removed when dropped, after what it is compared with is measured: the filesystem works behind a removal.
 pub struct BareCopy {
     pub took: Duration,
     pool: PoolKind,

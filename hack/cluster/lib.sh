@@ -40,7 +40,7 @@ program_images=(
 pause_image=registry.k8s.io/pause:3.10.2
 busybox_image=docker.io/library/busybox:1.37.0
 
-# One directory for all versions that hack names, so that a change of one builds anew and a second tree shares it.
+# One directory for all versions that hack names, so that a change of one builds again and a second tree shares it.
 module_version() { awk -v module="$2" '$1 == module { print $2 } $1 == "require" && $2 == module { print $3 }' "$root/hack/$1/go.mod"; }
 cache=${DELTAPATH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/deltapath}
 kubernetes_bin=$cache/kubernetes-$(module_version kubernetes k8s.io/kubernetes)-etcd-$(module_version etcd go.etcd.io/etcd/server/v3)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints what a cluster must leave alone on the machine, to compare before and after: sysctls, packet filters, network,
-# cgroups of a cluster's programs, mounts, loop devices, device nodes. Numbers that count what goes on are left out, and so is what
+# cgroups of a cluster's programs, mounts, loop devices, device nodes. Numbers that count what happens are left out, and so is what
 # other tests on this machine have in /tmp, and builds of images in .deps.
 set -euo pipefail
 shopt -s nullglob

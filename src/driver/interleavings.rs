@@ -1,4 +1,4 @@
-//! Protocols between threads, under a model checker that chooses which thread goes on at each lock: in random schedules, and in
+//! Protocols between threads, under a model checker that chooses which thread runs at each lock: in random schedules, and in
 //! schedules that change the thread seldom, at unlikely moments (PCT). `make interleavings` runs them. Only the locks of `crate::sync` are
 //! seen, so what goes through files, sockets and tokio is not covered. A thread that nobody wakes is reported as a deadlock.
 

@@ -63,7 +63,7 @@ pub(super) fn read(path: &Path) -> Option<VolumeRecord> {
         Ok(record) => record?,
         Err(error) => {
             let error = base::report(&error);
-            tracing::warn!(path = %path.display(), error, "a transfer cannot go on");
+            tracing::warn!(path = %path.display(), error, "a transfer cannot continue");
             return None;
         }
     };

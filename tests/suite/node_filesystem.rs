@@ -96,7 +96,7 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes(rig: Rig<Xfs>) {
 }
 
 /// The incident: the kernel made a filesystem read-only after an error, or shut it down. The volume was published for a new pod with
-/// OK, and the pod met EROFS. Once it is unstaged everywhere, the next stage mounts it anew.
+/// OK, and the pod met EROFS. Once it is unstaged everywhere, the next stage mounts it again.
 #[apply(device_cases)]
 async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     rig: Rig<Xfs>,

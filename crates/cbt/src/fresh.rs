@@ -122,8 +122,8 @@ impl FreshHashes {
             && self.state.lock().written.get(&index).is_some_and(|written| written.contains(within))
     }
 
-    /// Forgets which slots were written, unless a stream may ask for them: hashing begins a step, and `pending` vouches for
-    /// those of the steps before. The caller and the table hold it, and a stream each.
+    /// Forgets which slots were written, unless a stream may ask for them: hashing begins a step, and those of the
+    /// steps before count by `pending`. The caller and the table hold it, and a stream each.
     pub fn begin_step(self: &Arc<Self>) {
         if Arc::strong_count(self) > 2 {
             return;

@@ -11,7 +11,7 @@ part_chart() {
     say "from kustomize to the chart"
     on "$name-a" install --distributed --chart
     same "the switch to the chart"
-    # The templates are the same, so no pod is made anew.
+    # The templates are the same, so no pod is replaced.
     rolled=$(k get daemonset deltapath-plugin --namespace "$namespace" --output jsonpath='{.metadata.generation}')
     say "an upgrade and a rollback"
     helm_in upgrade deltapath "$root/deploy/chart/deltapath" --reset-then-reuse-values --set 'driver.extraArgs={--overcommit=2}'

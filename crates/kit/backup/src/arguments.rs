@@ -121,7 +121,7 @@ pub struct Source {
     pub limit_rate: Option<Quantity>,
     /// Continue an interrupted or killed backup of the same snapshot and kind, if there is one; `auto` continues
     /// either kind. Without a driver it must be of the same device, or of the same image that was not written to since.
-    /// Some of what is stored is compared with the device; where it differs, the backup begins anew and says why.
+    /// Some of what is stored is compared with the device; where it differs, the backup starts over and says why.
     #[arg(long)]
     pub resume: bool,
     /// Times in a row that the driver may fail and be asked again, with longer and longer pauses.

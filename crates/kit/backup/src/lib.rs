@@ -429,7 +429,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
         let removed: String =
             pruned.removed.iter().map(|id| format!("{} {would}removed\n", shell::plain(id))).collect();
         format!(
-            "{removed}{} {would}removed, {} kept; {} {would}freed, {} of them written anew\n",
+            "{removed}{} {would}removed, {} kept; {} {would}freed, {} of them written again\n",
             shell::count(pruned.removed.len(), "backup"),
             pruned.kept.len(),
             HumanBytes(pruned.freed),

@@ -32,7 +32,7 @@ pub fn differs(
         let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
             let bytes = buffer.part(length);
             device.read(offset, bytes)?;
-            // A device may go on behind the volume.
+            // A device may be longer than the volume.
             let length = (length as u64).min(index.about.size - offset) as usize;
             for (at, block) in (0..).step_by(BLOCK as usize).zip(bytes[..length].chunks(BLOCK as usize)) {
                 if wanted.map_or(!is_zeros(block), |wanted| wanted[at..at + block.len()] != *block) {

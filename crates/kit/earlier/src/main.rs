@@ -203,7 +203,7 @@ struct Common {
     /// Requests at once. Further ones are answered with 429.
     #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
     max_requests: u16,
-    /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
+    /// How long a positive review of a token or a right is used, at most 10s. 0s: not at all.
     #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
     review_cache: Duration,
 }

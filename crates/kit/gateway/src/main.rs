@@ -116,10 +116,10 @@ struct Arguments {
     /// How long a client may leave a stream unread before it is ended. A stream that is read may last as long as it needs.
     #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
     idle_timeout: Duration,
-    /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
+    /// How long a positive review of a token or a right is used, at most 10s. 0s: not at all.
     #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
     review_cache: Duration,
-    /// How long streams may go on after SIGTERM.
+    /// How long streams may continue after SIGTERM.
     #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]
     drain: Duration,
     /// Format of the log on standard error. RUST_LOG sets the level (default: info).

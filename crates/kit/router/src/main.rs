@@ -124,7 +124,7 @@ struct Serve {
     /// How long a client may leave a stream unread before it is ended.
     #[arg(long, value_name = "AGE", default_value = "10m", value_parser = shell::age)]
     idle_timeout: Duration,
-    /// How long calls may go on after SIGTERM.
+    /// How long calls may continue after SIGTERM.
     #[arg(long, value_name = "AGE", default_value = "30s", value_parser = shell::age)]
     drain: Duration,
     /// Format of the log on standard error. RUST_LOG sets the level (default: info).

@@ -332,7 +332,7 @@ mod tests {
             ("overlapping", tuples(&[(20480, 4096), (20481, 4096)]), Violation::Order(20481, 24576)),
             ("backwards", tuples(&[(20480, 4096), (0, 4096)]), Violation::Order(0, 24576)),
         ] {
-            // In the part that goes on, and in the first one after a message.
+            // In the part that continues the answer, and in the first one after a message.
             for begins_again in [true, false] {
                 let mut answer = cut_after(&[(0, 4096)]);
                 if begins_again {
@@ -351,7 +351,7 @@ mod tests {
         // With an empty message it is an empty answer.
         let mut answer = cut_after(&[]);
         assert_eq!(answer.finish_part(), Ok(Ended::Whole));
-        // What goes on is asked for once more, from a range on that has to be there.
+        // An answer that continues is asked for once more, from a range that has to be there.
         let mut answer = cut_after(&[(0, 4096), (8192, 8192)]);
         assert_eq!(answer.begin_part(), 16384);
         assert_eq!(answer.finish_part(), Ok(Ended::AskAgain));

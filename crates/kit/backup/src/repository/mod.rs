@@ -124,7 +124,7 @@ impl Repository {
         // A bucket that does not exist is another error.
         if !repository.ids()?.is_empty() {
             tracing::warn!(
-                "{}; the backups are not hurt, and the next backup writes it anew",
+                "{}; the backups are not hurt, and the next backup writes it again",
                 base::report(&error)
             );
             return Ok(repository);

@@ -54,14 +54,14 @@ pub fn prune(repository: &Repository, rules: &PruneArguments) -> Result<Pruned> 
             Err(error) if error.is_damage() && rules.volume.is_some() => {
                 tracing::warn!(
                     "{}: nothing is freed, since prune cannot know what that backup needs. If it cannot be restored any \
-                     more, go on without it: `cbt-backup prune --remove {id}`",
+                     more, continue without it: `cbt-backup prune --remove {id}`",
                     base::report(&error)
                 );
                 damaged.push(id);
             }
             Err(error) if error.is_damage() => {
                 return Err(refused!(
-                    "{}: prune cannot know what that backup needs. If it cannot be restored any more, go on without it: \
+                    "{}: prune cannot know what that backup needs. If it cannot be restored any more, continue without it: \
                      `cbt-backup prune --remove {id}`",
                     base::report(&error)
                 ));

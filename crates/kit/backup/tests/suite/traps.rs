@@ -347,7 +347,7 @@ fn a_damaged_name_of_the_repository_stops_no_restore() {
         for arguments in [&["list"][..], &["show"], &["prune", "--keep-last", "1"]] {
             let output = place.run(arguments);
             let said = text(&output.stderr);
-            assert!(output.status.success() && said.contains("the next backup writes it anew"), "{said}");
+            assert!(output.status.success() && said.contains("the next backup writes it again"), "{said}");
             assert!(!said.contains("0 bytes, and 1"), "{said}");
         }
         place.restores(&backup, &image, SIZE);

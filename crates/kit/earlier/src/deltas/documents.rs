@@ -98,7 +98,7 @@ fn schema() -> Value {
                     "error": text("Why it has failed."),
                     "limit": number("Entries in this answer at most."),
                     "offset": number("Index of the first block that counts."),
-                    "continue": number("Index of the block to go on from: the offset of the next request."),
+                    "continue": number("Index of the block to continue from: the offset of the next request."),
                     "changedBlocks": {
                         "type": "array",
                         "description": "The blocks, in order.",

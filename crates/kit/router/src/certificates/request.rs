@@ -142,7 +142,7 @@ fn write(path: &Path, text: &str) -> Result<(), String> {
     let draft = path.with_extension("new");
     #[expect(
         clippy::disallowed_methods,
-        reason = "no state of the driver: files that are made anew at each start"
+        reason = "no state of the driver: files that are made again at each start"
     )]
     let mut file = std::fs::File::options()
         .create(true)

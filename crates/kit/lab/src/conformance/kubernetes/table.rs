@@ -55,7 +55,7 @@ pub(super) fn cases() -> Vec<Case<Cluster>> {
         own "object-ca" (Must OBJECT) tls::authority =>
             "spec.caCert holds certificates in PEM, all of them valid now";
         own "tls-certificate" (Must TLS) tls::certificate =>
-            "the server's certificate is for the address's host, and caCert vouches for it";
+            "the server's certificate is for the address's host, and a CA of caCert signed it";
         own "tls-old-versions" (Must TLS) tls::old_versions =>
             "a client that offers nothing later than TLS 1.1 is refused";
         own "tls-plaintext" (Must TLS) tls::plaintext => "nothing is served without TLS";
