@@ -69,7 +69,7 @@ lint: ## Formatting, clippy, and the sentences of the pages; warnings are errors
 	@hack/plain-english.sh
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features failpoints -- -D warnings
-	$(CARGO) check --quiet --locked --lib --profile test --features interleavings
+	$(CARGO) clippy --quiet --locked --workspace --lib --features failpoints,deltapath/interleavings -- -D warnings
 
 check: lint
 
@@ -79,7 +79,10 @@ test: deps ## Lint, unit and integration tests on all pools, and nothing left be
 	@echo "make test: what needs programs built by Go or the container image is left to make test-all"
 	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh --without-go
 
-test-all: deps test-deps lint book image-rootfs ## Everything that must hold, also with csi-sanity, a Kubernetes API server, an S3 server and the image (needs Go)
+PARTS = deps test-deps lint book image-rootfs
+test-all: ## Everything that must hold, also with csi-sanity, a Kubernetes API server, an S3 server and the image (needs Go)
+	@rm -f target/parts
+	@for part in $(PARTS); do hack/part.sh $$part $(MAKE) --no-print-directory $$part || exit 1; done
 	hack/no-leaks.sh hack/cluster.sh smoke --if-built
 	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh
 
@@ -136,7 +139,7 @@ interleavings: ## Locks, queue and stream memory under a model checker: SCHEDULE
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)
 
-seeds: deps ## Write the seeds of the fuzz corpora again, from files of the driver and of a repository
+seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver and of a repository
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --features failpoints --test suite -- seeds
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --package cbt-backup --lib -- seeds
 

@@ -120,6 +120,10 @@ wait "$waits"
 sort -rn "$work/times" >target/test-times
 [ ! -e "$work/failures" ] || cat "$work/failures"
 awk -F '\t' '{ seconds += $1; processor += $3 } END { printf "tests: %d s, %d s of a processor, in %d processes\n", seconds, processor, NR }' target/test-times
+if [ -e target/parts ]; then
+    echo "before: $(paste -sd, target/parts | sed 's/,/, /g')"
+    rm target/parts
+fi
 echo "build: $built s, tests: $((SECONDS - started - built)) s of clock"
 awk '{ passed += $1; failed += $2; skipped += $3 } END {
     printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped
