@@ -2,7 +2,7 @@
 //! the power fails, `e2fsck -p` refuses what is left. A growth is
 //!
 //! 1. Make `ungrown/` of the volume, as one step. Where the pool copies at once, a copy of the bytes is in it.
-//! 2. Check and grow the filesystem, and flush its device. Without a copy, resize2fs keeps each block in `ungrown/blocks` before it
+//! 2. Check and grow the filesystem, and flush its device. Without a copy, resize2fs keeps each block in `ungrown/` before it
 //!    changes it.
 //! 3. Remove `ungrown/`: this is the commit.
 //!
@@ -10,18 +10,18 @@
 //! the blocks, by e2undo(8). The blocks are not synced one by one, so only a copy survives a power cut for sure.
 
 use std::fs::File;
-use std::path::Path;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
+use crate::driver::devices::superblock::Superblock;
 use crate::driver::error::{Error, Result};
 use crate::pool::{Backend, Copying};
 use crate::store::Store;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{blockdev, clone, program};
-use base::{BlockSize, Stop, VolumeId};
+use base::{BlockSize, ObjectDir, Stop, VolumeId};
 use files::{Context, change};
-
-/// In `ungrown/`, what the blocks that resize2fs changes held before.
-const BLOCKS: &str = "blocks";
 
 /// Grows the filesystem of a volume by `grow`, which gets the file for the blocks that it changes, if no copy is made. Where it
 /// fails, the filesystem is as it was.
@@ -39,7 +39,7 @@ pub(super) fn guarded(
         pool.copy(&pool.open(&volume)?, draft.dir(), how)?;
     }
     store.keep_ungrown(draft, id)?;
-    let blocks = volume.ungrown().path().join(BLOCKS);
+    let blocks = blocks(&volume)?;
     match grow((!copies).then_some(&blocks)) {
         Ok(()) => Ok(store.remove_ungrown(id)?),
         Err(error) => undo(store, id).and(Err(error)),
@@ -66,31 +66,63 @@ pub(super) fn undo(store: &Store, id: &VolumeId) -> Result<()> {
         // What resize2fs wrote last may still be on its way to the file.
         blockdev::flush(device)?;
     }
-    let blocks = ungrown.path().join(BLOCKS);
-    if is_there(&ungrown.data())? {
-        let copy = File::open(ungrown.data()).context("open", &ungrown.data())?;
-        clone::reflink(&copy, &file, &data)?;
-    } else if is_there(&blocks)? {
-        put_back(&blocks, &data)?;
-    }
+    let is_undone = match is_there(&ungrown.data())? {
+        true => {
+            let copy = File::open(ungrown.data()).context("open", &ungrown.data())?;
+            clone::reflink(&copy, &file, &data)?;
+            true
+        }
+        false => put_back(&blocks(&volume)?, &data).map_err(|error| {
+            Error::Precondition(format!(
+                "the growth of the filesystem in {} was cut short, and is not undone: {}. Try again; or stop the driver, remove {}, and \
+                 run e2fsck on the volume",
+                data.display(),
+                base::report(&error),
+                ungrown.path().display()
+            ))
+        })?,
+    };
     change::sync(&file, &data)?;
     if let Some(device) = &device {
         blockdev::forget(device)?;
     }
     store.remove_ungrown(id)?;
-    tracing::warn!(volume_id = %id, "the growth of its filesystem was cut short, and is undone");
+    if is_undone {
+        tracing::warn!(volume_id = %id, "the growth of its filesystem was cut short, and is undone");
+    }
     Ok(())
 }
 
-/// Puts blocks back that resize2fs kept. A file of them that cannot be read was cut while it was begun, so nothing had changed yet.
-fn put_back(blocks: &Path, data: &Path) -> Result<()> {
-    let arguments = ["-f".as_ref(), blocks.as_os_str()];
-    match program::run("e2undo", &arguments, data, |code| code == 0) {
-        Err(error) if error.errno().is_none() => {
-            let error = base::report(&error);
-            tracing::warn!(path = %data.display(), error, "what a growth changed is not put back: e2fsck may be needed");
-            Ok(())
+/// Where resize2fs keeps the blocks that it changes. Their name has the time of the last mount: after another one they are not put
+/// back, such as those that a driver left which did not know them.
+fn blocks(volume: &ObjectDir) -> Result<PathBuf> {
+    let mounted = Superblock::read(&volume.data())?.map_or(0, |found| found.mounted);
+    Ok(volume.ungrown().path().join(format!("blocks.{mounted}")))
+}
+
+/// Puts blocks back that resize2fs kept; `false` if there are none, so that nothing has changed.
+fn put_back(blocks: &Path, data: &Path) -> Result<bool> {
+    if !has_blocks(blocks).context("read", blocks)? {
+        return Ok(false);
+    }
+    // Each has a checksum: all are looked at before the first is written.
+    for flags in ["-fn", "-f"] {
+        let arguments = [flags.as_ref(), blocks.as_os_str()];
+        let output = program::run("e2undo", &arguments, data, |code| code == 0)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        // It succeeds also where it passed over what it could not read or write.
+        if said.contains("error") {
+            return Err(Error::Precondition(format!("e2undo: {}", said.trim())));
         }
-        put => Ok(put.map(drop)?),
+    }
+    Ok(true)
+}
+
+/// Whether the head of an undo file (`struct undo_header` of e2fsprogs) counts any. It does before the first block of the volume changes.
+fn has_blocks(path: &Path) -> io::Result<bool> {
+    let mut head = [0; 16];
+    match File::open(path).and_then(|file| file.read_exact_at(&mut head, 0)) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof) => Ok(false),
+        read => read.map(|()| head[..8] == *b"E2UNDO02" && head[8..] != [0; 8]),
     }
 }

@@ -127,7 +127,7 @@ fn empty_value(command: &Command, given: &ArgMatches) -> Option<String> {
 
 /// Ends the program for a wrong command line, which is also told as JSON if that was asked for.
 fn refuse(error: &clap::Error) -> ! {
-    let words: Vec<_> = std::env::args_os().collect();
+    let words: Vec<_> = std::env::args_os().take_while(|word| word != "--").collect();
     if words.windows(2).any(|pair| pair == ["--output", "json"])
         || words.iter().any(|word| word == "--output=json")
     {

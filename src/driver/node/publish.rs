@@ -229,8 +229,7 @@ fn publish_directory(held: &Held, staged: &Staged, published: &Published) -> Res
 /// Fails if the kernel has shut the staged filesystem down, or made it read-only, after an error: a pod would meet that
 /// with its first call or write.
 fn check_filesystem(held: &Held, staged: &Staged, published: &Published) -> Result<()> {
-    const REMEDY: &str =
-        "see the kernel log, then unpublish and unstage the volume everywhere: the next stage mounts it again";
+    const REMEDY: &str = "see the kernel log, then unpublish and unstage the volume everywhere: the next stage mounts it again";
     let path = &staged.path;
     let broken = |what: String| {
         let what = format!("{what} (volume {}): {REMEDY}", held.record.id);

@@ -13,6 +13,7 @@ use crate::driver::request::capability::{
     AccessType, Capability, MountFlags, is_known_filesystem, least_size,
 };
 use crate::driver::request::path::checked_path;
+use crate::driver::ungrown;
 use crate::store::{AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
@@ -98,6 +99,8 @@ impl Node {
                 let fs_type = self.formatted(held, &device, staged, asked)?;
                 if !staged.read_only {
                     is_grown(held, self.grow_unmounted(held, &device, &fs_type))?;
+                    // What could not be undone after a failure must not be mounted.
+                    ungrown::undo(&self.shared.store, &held.record.id)?;
                 }
                 filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
                 // A user may have unmounted it while it was frozen: then every write would hang.

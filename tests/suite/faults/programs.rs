@@ -173,12 +173,14 @@ async fn a_growth_that_is_killed_on_plain_files_leaves_a_sound_filesystem() {
     script(&bin, "resize2fs", &format!("echo >{}; exec {} \"$@\"", note.display(), real.display()));
     let environment = vec![("PATH", OsString::from(&bin))];
     let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
-    for round in 0..32 {
-        let (volume, target) =
-            rig.published(&format!("volume {round}"), 64 * MIB, mount_capability("ext4")).await;
+    let capability = mount_capability("ext4");
+    // It takes some 100 ms, and writes in the last of them.
+    for round in 0..40 {
+        let (volume, target) = rig.published(&format!("volume {round}"), 64 * MIB, capability.clone()).await;
         std::fs::write(target.join("file"), "there").expect("write");
         rig.detach(&volume).await;
         rig.client.expand_volume(&volume, 200 * GIB).await.expect("expand");
+        let _ = std::fs::remove_file(&note);
         let staging = tokio::spawn({
             let (mut client, kubelet, volume) = (rig.client.clone(), rig.kubelet(), volume.clone());
             async move { client.publish(&volume, mount_capability("ext4"), false, &kubelet).await }
@@ -188,18 +190,33 @@ async fn a_growth_that_is_killed_on_plain_files_leaves_a_sound_filesystem() {
         rig.kill();
         // The call may have been done already.
         let _ = staging.await.expect("staging");
-        std::fs::remove_file(&note).expect("remove");
         rig.start_again().await;
         rig.detach(&volume).await;
         let device = rig.attach(&volume).await;
         testkit::fsck("ext4", &device);
         rig.detach(&volume).await;
-        let target = rig.publish(&volume, mount_capability("ext4")).await;
+        let target = rig.publish(&volume, capability.clone()).await;
         assert_eq!(std::fs::read(target.join("file")).expect("read"), b"there");
         assert!(sys::space(&target).expect("statvfs").total > 180 << 30, "it does not grow");
         rig.detach(&volume).await;
         rig.delete(&volume).await;
     }
+    assert!(rig.log().contains("was cut short, and is undone"), "no kill met it at work");
+
+    // Blocks that cannot be put back: the filesystem is not used, and nothing is lost.
+    let (volume, target) = rig.published("cannot be undone", 64 * MIB, capability.clone()).await;
+    std::fs::write(target.join("file"), "there").expect("write");
+    rig.detach(&volume).await;
+    rig.client.expand_volume(&volume, 256 * MIB).await.expect("expand");
+    script(&bin, "resize2fs", &format!("{} \"$@\"; exit 1", real.display()));
+    script(&bin, "e2undo", "exit 1");
+    let refused = rig.try_publish(&volume, capability.clone()).await;
+    is_refused(refused, Code::FailedPrecondition, &["is not undone", "e2undo"]);
+    script(&bin, "e2undo", &format!("exec {} \"$@\"", find("e2undo").display()));
+    let target = rig.publish(&volume, capability.clone()).await;
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"there");
+    assert!(sys::space(&target).expect("statvfs").total < 64 << 20, "it has grown");
+    rig.detach(&volume).await;
     rig.finish();
 }
 

@@ -327,9 +327,13 @@ impl Run<'_> {
                 Ended::Killed(why) if killed < REPLACED => {
                     tell(&format!("{why}: another pod continues the backup"));
                     self.remove(PODS, &self.name, |there| self.has_made(there)).await?;
+                    self.stop.check()?;
+                    self.created.lock().retain(|(kind, _)| *kind != PODS);
                     killed += 1;
                 }
-                Ended::Killed(why) => return Err(refused!("{why}, and so were {REPLACED} pods before it")),
+                Ended::Killed(why) => {
+                    return Err(refused!("{why}. {REPLACED} pods before it were killed too"));
+                }
             }
         };
         // The backup is made, whatever comes now.
@@ -459,7 +463,8 @@ impl Run<'_> {
                     let why = [message, text(pod, "/status/message").unwrap_or_default()].join(" ");
                     let code = pod.data.pointer(&format!("{status}/terminated/exitCode"));
                     // By SIGTERM, which cbt-backup answers with 130, or SIGKILL. A pod that is evicted may have no code.
-                    let is_killed = code.is_none_or(|code| [130, 137, 143].iter().any(|by| code == by));
+                    let is_killed = code.is_some_and(|code| [130, 137, 143].iter().any(|by| code == by))
+                        || matches!(text(pod, "/status/reason"), Some("Evicted" | "Terminated"));
                     let code = code.map_or_else(|| "?".to_owned(), ToString::to_string);
                     let why = format!("pod {} failed with exit code {code}: {}", self.name, why.trim());
                     Some(if is_killed { Ok(Ended::Killed(why)) } else { Err(Error::refused(why)) })

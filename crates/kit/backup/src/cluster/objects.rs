@@ -87,8 +87,8 @@ impl Run<'_> {
         let wish = if self.arguments.full { "full" } else { "auto" };
         let mut arguments = vec![wish, "--volume", &volume, "--device", DEVICE];
         arguments.extend(["--namespace", &self.namespace, "--snapshot", snapshot, "--report", REPORT]);
-        arguments.extend(continues.then_some("--resume"));
         arguments.extend(self.arguments.more.iter().map(String::as_str));
+        arguments.extend((continues && !arguments.contains(&"--resume")).then_some("--resume"));
         let claim = json!({"claimName": self.name, "readOnly": true});
         let mut volumes = vec![json!({"name": "source", "persistentVolumeClaim": claim})];
         let mut mounts = Vec::new();

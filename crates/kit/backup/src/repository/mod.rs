@@ -219,18 +219,13 @@ impl Repository {
 
     /// The ids of all backups, the oldest first.
     pub fn ids(&self) -> Result<Vec<String>> {
-        self.ids_of("backups")
-    }
-
-    fn ids_of(&self, top: &str) -> Result<Vec<String>> {
         let of = |object: object_store::ObjectMeta| object.location.filename().map(str::to_owned);
-        Ok(self.store.list(top)?.into_iter().filter_map(of).collect())
+        Ok(self.store.list("backups")?.into_iter().filter_map(of).collect())
     }
 
-    /// An id that comes after all others, also those of backups that others have begun, and whether the clock is behind the last of them.
+    /// An id that comes after all others, and whether the clock is behind the last of them.
     pub fn next_id(&self, now: jiff::Timestamp) -> Result<(String, Option<String>)> {
-        let mut ids = [self.ids()?, self.ids_of("partial")?].concat();
-        ids.sort();
+        let ids = self.ids()?;
         let last = ids.iter().rev().find_map(|id| Some((id, time_of(id)?)));
         let after =
             |time: jiff::Timestamp| time.checked_add(jiff::Span::new().milliseconds(1)).unwrap_or(time);
@@ -423,13 +418,11 @@ mod tests {
                 behind.is_some(),
                 ids.last().is_some_and(|last| time_of(last).expect("a time") >= now)
             );
-            let top = if seconds == 1_900_000_000 { "partial" } else { "backups" };
-            repository.store.replace(&format!("{top}/{id}"), Vec::new()).expect("write");
+            repository.store.replace(&format!("backups/{id}"), Vec::new()).expect("write");
             // What others put there is no backup.
             repository.store.replace("backups/zzz-1", Vec::new()).expect("write");
             ids.push(id);
         }
-        ids.remove(1);
         assert_eq!(repository.ids().expect("ids"), ids);
     }
 }

@@ -395,9 +395,11 @@ fn a_pod_that_is_killed_is_replaced() {
     assert_eq!(server.left(), [""; 0]);
 
     // It is not done for ever, and not for one that failed by itself.
-    for (ends, why) in
-        [(vec![failed(137); 4], "so were 3 pods before it"), (vec![failed(1)], "exit code 1: gone")]
-    {
+    for (ends, why) in [
+        (vec![failed(137); 4], "3 pods before it were killed too"),
+        (vec![failed(1)], "exit code 1: gone"),
+        (vec![json!({"phase": "Failed", "reason": "OutOfmemory"})], "exit code ?"),
+    ] {
         let server = Server::start(Duration::from_millis(300));
         server.state.lock().unwrap().ends = ends;
         let said = server.place.fails(1, &RUN);

@@ -39,12 +39,12 @@ fn a_server_whose_output_nobody_takes_serves() {
     for (out, err) in [(broken(), broken()), (full(), full()), (Stdio::null(), broken()), (full(), broken())]
     {
         let mut command = place.command(&["mount", "latest", "--socket", arg(&socket)]);
-        let mut server = command.stdout(out).stderr(err).spawn().expect("start");
+        let mut server = Running(command.stdout(out).stderr(err).spawn().expect("start"));
         until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
         let info = run("nbdinfo", &["--size", &url(&socket)]);
         assert_eq!(info.trim(), (2 * MIB).to_string());
-        testkit::signal(server.id(), Signal::SIGTERM);
-        let code = server.wait().expect("wait").code();
+        server.signal(Signal::SIGTERM);
+        let code = server.0.wait().expect("wait").code();
         assert_eq!(code, Some(0));
         assert!(!socket.exists());
     }
