@@ -244,6 +244,7 @@ fn run_to_the_end(arguments: Arguments) -> Done {
         arguments.http_endpoint,
         router,
         signals,
+        arguments.demo.is_some(),
     ));
     // While their runtime is there.
     driver.transfers.stop();
@@ -252,9 +253,41 @@ fn run_to_the_end(arguments: Arguments) -> Done {
     runtime.shutdown_timeout(STOP_PATIENCE);
     drop(hashing);
     driver.close()?;
-    served?;
-    tracing::info!("stopped");
-    Ok(ExitCode::SUCCESS)
+    match served? {
+        Ended::Stopped => {
+            tracing::info!("stopped");
+            Ok(ExitCode::SUCCESS)
+        }
+        Ended::ToStartAgain => {
+            serve::log::flush();
+            Err(format!("start again: {}", sys::program::start_again()).into())
+        }
+    }
+}
+
+/// Why a driver stopped serving.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ended {
+    /// A signal has come.
+    Stopped,
+    /// To mount the pool again.
+    ToStartAgain,
+}
+
+/// Ends when the pool has turned read-only and only a start mends it. Looks each second, but not in the first ones, so that a disk that
+/// stays full does not keep the driver starting.
+async fn pool_must_be_remounted(driver: Arc<Driver>) {
+    let mut look = tokio::time::interval_at(
+        tokio::time::Instant::now() + Duration::from_secs(5),
+        Duration::from_secs(1),
+    );
+    loop {
+        look.tick().await;
+        let driver = driver.clone();
+        if tokio::task::spawn_blocking(move || driver.must_start_again()).await.unwrap_or(false) {
+            return;
+        }
+    }
 }
 
 async fn serve(
@@ -263,7 +296,8 @@ async fn serve(
     metrics: Option<SocketAddr>,
     router: Option<(SocketAddr, csi::RouterFiles)>,
     mut signals: Signals,
-) -> Result<(), Box<dyn std::error::Error>> {
+    is_demo: bool,
+) -> Result<Ended, Box<dyn std::error::Error>> {
     if let Some(address) = metrics {
         let server = Server::bind(address)?;
         tokio::spawn(server.serve(driver.clone()));
@@ -272,22 +306,31 @@ async fn serve(
         Some((address, files)) => Some(csi::RouterListener::bind(&driver, address, files)?),
         None => None,
     };
-    let (stopping, mut stopped) = tokio::sync::watch::channel(false);
+    let (stopping, stopped) = tokio::sync::watch::channel(None);
+    let watched = driver.clone();
     let shutdown = async move {
-        signals.next().await;
+        let ended = tokio::select! {
+            _ = signals.next() => Ended::Stopped,
+            () = pool_must_be_remounted(watched), if !is_demo => {
+                tracing::error!("the pool turned read-only, and no volume on it is in use: the driver starts again to mount it");
+                Ended::ToStartAgain
+            }
+        };
         tracing::info!("draining");
-        let _ = stopping.send(true);
+        let _ = stopping.send(Some(ended));
     };
+    let mut asked = stopped.clone();
     let overdue = async move {
         // Ends with the server where no signal ever comes.
-        let _ = stopped.wait_for(|stopping| *stopping).await;
+        let _ = asked.wait_for(Option::is_some).await;
         tokio::time::sleep(DRAIN).await;
     };
     tokio::select! {
         served = csi::serve(driver, endpoint, router, shutdown) => served?,
         () = overdue => tracing::warn!("calls are still in progress, ending without them"),
     }
-    Ok(())
+    let ended = *stopped.borrow();
+    Ok(ended.unwrap_or(Ended::Stopped))
 }
 
 #[cfg(test)]

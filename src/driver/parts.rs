@@ -104,6 +104,11 @@ impl Driver {
         })
     }
 
+    /// Whether the pool has turned read-only, and opening the data directory again would mend it.
+    pub fn must_start_again(&self) -> bool {
+        self.shared.open_pool.can_be_remounted().unwrap_or(false)
+    }
+
     /// The current figures.
     pub fn figures(&self) -> Figures {
         let Shared { open_pool, store, .. } = &*self.shared;

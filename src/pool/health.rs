@@ -3,9 +3,10 @@
 use std::fs::{self, File};
 use std::path::Path;
 
+use super::space::LEAST_HOST;
 use super::{Error, OpenPool, Result};
-use crate::sys::loopdev::has_direct_io;
-use crate::sys::{blockdev, mount};
+use crate::sys::loopdev::{LoopDevice, has_direct_io};
+use crate::sys::{self, blockdev, mount};
 use files::Context;
 
 impl OpenPool {
@@ -37,6 +38,17 @@ impl OpenPool {
             Err(error) if !error.is_no_space() => Err(error.into()),
             _ => Ok(()),
         }
+    }
+
+    /// Whether an image has turned read-only and a start would mount it again: no volume on it is in use, and the disk below has
+    /// room for what a mount writes.
+    pub fn can_be_remounted(&self) -> Result<bool> {
+        let Some(image) = &self.image else { return Ok(false) };
+        if !sys::is_read_only(&image.mount_point)? {
+            return Ok(false);
+        }
+        let is_unused = LoopDevice::all_on(|path| path.starts_with(&image.mount_point))?.is_empty();
+        Ok(is_unused && (image.reserve.is_held() || image.host()?.available >= LEAST_HOST))
     }
 
     /// What to know of a pool whose writes cannot pass every page cache by, if so.

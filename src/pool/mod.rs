@@ -7,7 +7,7 @@
 //! - A search reports one punched block next to a hole as a hole to the end of the address space. So holes are ranges, and only
 //!   segments in which the parent holds data are looked at (`cbt::written`).
 //! - If the disk below an image is full, xfs fails the writes and continues. btrfs turns read-only until it is mounted again,
-//!   which a start does when nothing uses it. That mount replays a log, so it first gets the space of a reserve (`sys::reserve`).
+//!   which a start does when nothing uses it; the driver then starts itself again. That mount replays a log, so it first gets the space of a reserve (`sys::reserve`).
 //! - An image is attached once: it is locked, and its device is found by device and inode number, never by path.
 
 mod backend;

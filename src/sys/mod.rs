@@ -93,6 +93,12 @@ pub fn space(path: &Path) -> Result<Space> {
     })
 }
 
+/// Whether the filesystem that holds `path` takes no writes.
+pub fn is_read_only(path: &Path) -> Result<bool> {
+    let stat = nix::sys::statvfs::statvfs(path).context("statvfs", path)?;
+    Ok(stat.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY))
+}
+
 /// Raises the limit of open files to what the system allows: every metadata stream holds a few.
 pub fn raise_open_files() -> Result<u64> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};

@@ -45,6 +45,13 @@ pub fn run_with<S: AsRef<OsStr>>(
     run_command(program, command, subject, accept)
 }
 
+/// Starts this program again with its arguments, in this process: its threads end, and its files are closed.
+pub fn start_again() -> io::Error {
+    let mut arguments = std::env::args_os();
+    let name = arguments.next().unwrap_or_default();
+    Command::new("/proc/self/exe").arg0(name).args(arguments).exec()
+}
+
 fn run_command(
     program: &'static str,
     mut command: Command,
