@@ -14,7 +14,6 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::driver::devices::superblock::Superblock;
 use crate::driver::error::{Error, Result};
 use crate::pool::{Backend, Copying};
 use crate::store::Store;
@@ -22,6 +21,9 @@ use crate::sys::loopdev::LoopDevice;
 use crate::sys::{blockdev, clone, program};
 use base::{BlockSize, ObjectDir, Stop, VolumeId};
 use files::{Context, change};
+
+/// Where an ext4 has the time of its last mount: `s_mtime` of its superblock (`Documentation/filesystems/ext4/super.rst` of Linux).
+const LAST_MOUNT: u64 = 1024 + 0x2C;
 
 /// Grows the filesystem of a volume by `grow`, which gets the file for the blocks that it changes, if no copy is made. Where it
 /// fails, the filesystem is as it was.
@@ -96,7 +98,9 @@ pub(super) fn undo(store: &Store, id: &VolumeId) -> Result<()> {
 /// Where resize2fs keeps the blocks that it changes. Their name has the time of the last mount: after another one they are not put
 /// back, such as those that a driver left which did not know them.
 fn blocks(volume: &ObjectDir) -> Result<PathBuf> {
-    let mounted = Superblock::read(&volume.data())?.map_or(0, |found| found.mounted);
+    let (mut mounted, data) = ([0; 4], volume.data());
+    File::open(&data).and_then(|file| file.read_exact_at(&mut mounted, LAST_MOUNT)).context("read", &data)?;
+    let mounted = u32::from_le_bytes(mounted);
     Ok(volume.ungrown().path().join(format!("blocks.{mounted}")))
 }
 

@@ -31,8 +31,6 @@ pub(in crate::driver) struct Superblock {
     pub(in crate::driver) member: u64,
     /// The size in bytes that it is never grown beyond.
     pub(in crate::driver) most: u64,
-    /// When an ext4 was mounted last, in seconds of 32 bits; 0 for others.
-    pub(in crate::driver) mounted: u64,
     /// Whether the kernel or a check found errors that were not repaired. Then it does not grow.
     pub(in crate::driver) has_errors: bool,
 }
@@ -167,7 +165,6 @@ fn ext4(head: &[u8; HEAD]) -> Option<Superblock> {
         member: 0,
         // resize2fs does not grow a `bigalloc` unless it is forced to.
         most: if has_bigalloc { blocks } else { most.max(blocks) }.saturating_mul(block),
-        mounted: word(0x2C)?,
         has_errors: half(0x3A)? & 2 != 0,
     })
 }
@@ -191,7 +188,6 @@ fn xfs(head: &[u8; HEAD]) -> Option<Superblock> {
         least: 0,
         member: 0,
         most: bytes(most),
-        mounted: 0,
         has_errors: false,
     })
 }
@@ -209,7 +205,6 @@ fn btrfs(head: &[u8; HEAD]) -> Option<Superblock> {
         least: 0,
         member: long(0xC9)?,
         most: u64::MAX,
-        mounted: 0,
         has_errors: false,
     })
 }
@@ -229,7 +224,6 @@ mod tests {
             least: 30,
             member: 0,
             most: 500,
-            mounted: 0,
             has_errors: false,
         };
         let any = Superblock { group: u64::MAX, least: 0, most: u64::MAX, ..ext4 };

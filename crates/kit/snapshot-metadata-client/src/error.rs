@@ -267,12 +267,16 @@ fn without_delta(call: Call) -> Advice {
     }
 }
 
-/// An error with its causes, each once.
+/// An error with its causes, each once. A status of tonic says its cause by a dump, which is left out.
 fn causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
+    let words = |error: &(dyn std::error::Error + 'static)| match error.source() {
+        Some(cause) => error.to_string().replace(&format!(", source: {cause:?}"), ""),
+        None => error.to_string(),
+    };
+    let mut text = words(error);
     let mut next = error.source();
     while let Some(cause) = next {
-        let said = cause.to_string();
+        let said = words(cause);
         if !text.contains(&said) {
             text = format!("{text}: {said}");
         }
@@ -284,6 +288,13 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn causes_are_told_in_words() {
+        let status = tonic::Status::from_error(Box::new(std::io::Error::other("the socket is gone")));
+        let text = causes(&status);
+        assert!(text.contains("the socket is gone") && !text.contains("Custom {"), "{text}");
+    }
 
     #[test]
     fn every_code_has_an_advice_for_each_call() {
