@@ -27,6 +27,10 @@ export HOMEPAGE ?=
 # Copies that each test of `make order` takes.
 COPIES ?= 300
 
+# Drivers that `make bench-peers` measures, and how often.
+export PEERS ?=
+export RUNS ?= 3
+
 # Lives of `make backup-lives`.
 LIVES ?= 50
 
@@ -45,7 +49,7 @@ ifeq ($(CI),true)
 export CARGO_INCREMENTAL ?= 0
 endif
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench charts bench-core crash power-cuts transfer-kills soak order full-pools backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-peers charts bench-core crash power-cuts transfer-kills soak order full-pools backup-lives backup-power conformance-many interleavings fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -94,8 +98,8 @@ unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 	$(CARGO) test --locked --workspace --lib --bins
 
 # What is shipped and measured is optimised across crates; what a person builds is there in less than half the time.
-bench bench-core soak: export CARGO_PROFILE_RELEASE_LTO = thin
-bench bench-core soak: export CARGO_PROFILE_RELEASE_CODEGEN_UNITS = 4
+bench bench-core bench-peers soak: export CARGO_PROFILE_RELEASE_LTO = thin
+bench bench-core bench-peers soak: export CARGO_PROFILE_RELEASE_CODEGEN_UNITS = 4
 
 bench: deps ## What things cost, each with the bare operation in the same run: tables, and all rows in target/bench.json
 	@hack/test-deps.sh --bench
@@ -105,6 +109,10 @@ bench: deps ## What things cost, each with the bare operation in the same run: t
 	$(CARGO) bench --locked --package cbt-backup --bench backup
 	$(CARGO) bench --locked --package deltapath-earlier --bench designs
 	$(CARGO) bench --locked --package deltapath-router --bench router
+
+bench-peers: deps ## cbt-lab bench on deltapath and on each driver of PEERS="NAME=SOCKET[,DIR] ...", one after the other: one table
+	$(CARGO) build --release --locked --package deltapath --package cbt-lab
+	hack/no-leaks.sh hack/bench-peers.sh
 
 charts: ## Draw docs/charts from docs/benchmarks.json
 	DELTAPATH_CHARTS=1 $(CARGO) test --locked --package deltapath-testkit --lib -- charts

@@ -237,6 +237,22 @@ async fn a_call_that_fails_is_told(rig: Rig<Xfs>) {
     assert_empty(&mut rig).await;
 }
 
+/// A driver that does not say how much is left is measured by the filesystem that it stores on.
+#[apply(device_test)]
+async fn space_is_measured_without_get_capacity(mut rig: Rig<Xfs>) {
+    let (_serving, socket) = Lab::faulty(&rig, "refuse:call=GetCapacity,code=INTERNAL").await;
+    let pool = rig.pool_dir();
+    let flags = ["--snapshots", "0", "--runs", "1", "--space-dir", pool.to_str().expect("UTF-8")];
+    for (flags, expected) in [(&flags[..4], 0), (&flags, 4)] {
+        let (code, result) = run(&socket, flags).await;
+        assert_eq!(code, Some(0), "{result:#}");
+        let (measured, _) = sorted(&result);
+        let spaces = measured.iter().filter(|id| id.starts_with("space-")).count();
+        assert_eq!(spaces, expected, "{flags:?}: {result:#}");
+    }
+    assert_empty(&mut rig).await;
+}
+
 /// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is printed.
 #[apply(device_test)]
 async fn a_signal_at_any_time_leaves_nothing(rig: Rig<Xfs>) {

@@ -129,11 +129,16 @@ fn each_chunk(
     Ok(())
 }
 
+/// The bytes that the filesystem of a directory has left.
+pub(super) fn space_left(dir: &Path) -> nix::Result<f64> {
+    let system = nix::sys::statvfs::statvfs(dir)?;
+    Ok(system.blocks_available() as f64 * system.fragment_size() as f64)
+}
+
 /// The bytes that the plain files under `parent` take, where a driver that says that `left` bytes are left means the filesystem that
 /// they are on: it has nearly as much left. They are not the driver's.
 pub(super) fn space_of_same(parent: &Path, left: f64, data: f64) -> f64 {
-    let Ok(system) = nix::sys::statvfs::statvfs(parent) else { return 0.0 };
-    let free = system.blocks_available() as f64 * system.fragment_size() as f64;
+    let Ok(free) = space_left(parent) else { return 0.0 };
     if (free - left).abs() > data / 2.0 {
         return 0.0;
     }
@@ -177,8 +182,7 @@ mod tests {
         bare.read_both("copy", &blocks([300, 899])).await.expect("read");
         assert!(bare.read_both("copy", &blocks([size / BLOCK])).await.is_err(), "behind the end");
         bare.walk().await.expect("walk");
-        let free = nix::sys::statvfs::statvfs(parent.path()).expect("statvfs");
-        let free = free.blocks_available() as f64 * free.fragment_size() as f64;
+        let free = space_left(parent.path()).expect("statvfs");
         let written = 600.0 * BLOCK as f64;
         // Others may write to this disk.
         let taken = space_of_same(parent.path(), free, 1e12);

@@ -150,12 +150,12 @@ impl Bench<'_> {
             let spot = self.spot(id, what, size);
             match space {
                 None => {
-                    self.book.no_figure(&spot, "the driver does not claim GET_CAPACITY, does not answer it, or never says the same twice")
+                    self.book.no_figure(&spot, "the driver does not claim GET_CAPACITY, does not answer it, or never says the same twice: --space-dir needs no answer")
                 }
                 Some(_) if !follows(data.0 as f64, taken) => {
                     let taken = taken.map(|taken| taken.map_or("?".to_owned(), |taken| Unit::Bytes.text(taken)));
                     let why = format!(
-                        "the answers of GetCapacity do not follow what is written: {data} of data, and {} taken",
+                        "what is left does not follow what is written: {data} of data, and {} taken",
                         taken.join(", ")
                     );
                     self.book.no_figure(&spot, why);

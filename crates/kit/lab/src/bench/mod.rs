@@ -90,6 +90,10 @@ pub(super) struct Arguments {
     /// stores on. It takes three times --data. If it holds no file of the volume's size, the driver is measured alone.
     #[arg(long, value_name = "DIR", requires = "endpoint")]
     bare_dir: Option<PathBuf>,
+    /// Directory that the driver stores in: its space is what that filesystem has left, instead of what GetCapacity says. Nothing
+    /// else should write there.
+    #[arg(long, value_name = "DIR", requires = "endpoint")]
+    space_dir: Option<PathBuf>,
     #[command(flatten)]
     storage: Storage,
     /// How long a call may take.
@@ -178,9 +182,11 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
     for file in [&arguments.json, &arguments.csv, &arguments.html].into_iter().flatten() {
         check(file)?;
     }
-    if let Some(dir) = arguments.bare_dir.as_ref().filter(|dir| !dir.is_dir()) {
-        let why = if dir.exists() { "it is a file, not a directory" } else { "there is no such directory" };
-        return Err(format!("--bare-dir {}: {why}", dir.display()));
+    for (flag, dir) in [("--bare-dir", &arguments.bare_dir), ("--space-dir", &arguments.space_dir)] {
+        if let Some(dir) = dir.as_ref().filter(|dir| !dir.is_dir()) {
+            let why = if dir.exists() { "it is a file, not a directory" } else { "there is no such directory" };
+            return Err(format!("{flag} {}: {why}", dir.display()));
+        }
     }
     let mut sizes: Vec<u64> = arguments.size.iter().map(|size| size.0).collect();
     sizes.sort_unstable();
@@ -204,6 +210,7 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
         settle: arguments.settle,
         write_time: arguments.write_time,
         bare_dir: arguments.bare_dir.clone(),
+        space_dir: arguments.space_dir.clone(),
         patience: arguments.timeout,
     };
     Ok((before, plan))
@@ -258,9 +265,9 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     let mut book = Book::default();
     let (mut troubles, mut left) = (Vec::new(), Vec::new());
     let mut interrupted = false;
-    let claims_capacity = plugin.claims.capacity;
+    let knows_space = plugin.claims.capacity || plan.space_dir.is_some();
     let mut bench =
-        Bench { plugin, plan, book: &mut book, progress: &progress, claims_capacity, left_before: None };
+        Bench { plugin, plan, book: &mut book, progress: &progress, knows_space, left_before: None };
     tokio::select! {
         () = bench.measure(&mut troubles, &mut left) => {}
         _ = signals.wait_for(|count| *count >= 1) => interrupted = true,

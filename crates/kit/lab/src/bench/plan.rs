@@ -16,6 +16,8 @@ pub(super) struct Plan {
     /// How long is written before and after a snapshot.
     pub write_time: Duration,
     pub bare_dir: Option<PathBuf>,
+    /// What its filesystem has left counts, instead of what GetCapacity says.
+    pub space_dir: Option<PathBuf>,
     pub patience: Duration,
 }
 

@@ -43,8 +43,8 @@ pub(super) struct Bench<'a> {
     pub plan: &'a Plan,
     pub book: &'a mut Book,
     pub progress: &'a Progress,
-    /// Whether GetCapacity is worth asking.
-    pub claims_capacity: bool,
+    /// Whether anything says how much space is left.
+    pub knows_space: bool,
     /// What the driver said was left before the last life.
     pub left_before: Option<f64>,
 }
@@ -147,11 +147,11 @@ impl Bench<'_> {
 
     /// What the driver says is left, if it does, once it says the same twice: deletions may continue after the calls.
     pub async fn space(&mut self, volume: Option<&Volume>) -> Option<f64> {
-        if !self.claims_capacity {
+        if !self.knows_space {
             return None;
         }
         // Whatever ends this, it is not tried again.
-        self.claims_capacity = false;
+        self.knows_space = false;
         let request = proto::GetCapacityRequest {
             volume_capabilities: volume.map(|volume| vec![volume.capability.clone()]).unwrap_or_default(),
             parameters: self.plugin.settings.volume_parameters.clone(),
@@ -161,14 +161,18 @@ impl Bench<'_> {
         let began = Instant::now();
         let mut before = None;
         loop {
-            let asked = client.controller.get_capacity(request.clone());
-            let answer = tokio::time::timeout(self.plan.patience, asked).await.ok()?.ok()?;
-            let answer = answer.into_inner().available_capacity;
+            let answer = match &self.plan.space_dir {
+                Some(dir) => bare::space_left(dir).ok()?,
+                None => {
+                    let asked = client.controller.get_capacity(request.clone());
+                    let answer = tokio::time::timeout(self.plan.patience, asked).await.ok()?.ok()?;
+                    answer.into_inner().available_capacity as f64
+                }
+            };
             if before == Some(answer) {
-                self.claims_capacity = true;
-                let left = answer as f64;
-                let ours = |dir: &PathBuf| bare::space_of_same(dir, left, self.plan.data as f64);
-                return Some(left + self.plan.bare_dir.as_ref().map_or(0.0, ours));
+                self.knows_space = true;
+                let ours = |dir: &PathBuf| bare::space_of_same(dir, answer, self.plan.data as f64);
+                return Some(answer + self.plan.bare_dir.as_ref().map_or(0.0, ours));
             }
             if began.elapsed() > STEADY {
                 return None;

@@ -86,6 +86,7 @@ async fn wrong_usage_says_what_to_do() {
             "/no/such/dir/page.html cannot be written",
         ),
         (&[driver[0], driver[1], "--bare-dir", "/no/such/dir"], "--bare-dir /no/such/dir"),
+        (&[driver[0], driver[1], "--space-dir", "/no/such/dir"], "--space-dir /no/such/dir"),
         (&[driver[0], driver[1], "--bare-dir", &other], ": it is a file, not a directory"),
     ] {
         let output = bench(arguments).await;
