@@ -5,14 +5,14 @@ set -euo pipefail
 # shellcheck source=hack/cluster/lib.sh
 . "$(dirname "$0")/cluster/lib.sh"
 
-# The first are about the whole machine, so nothing runs beside them. Of the others the longest begin first.
+# The first are about the whole machine, so each runs alone. Of the others the longest begin first.
 alone=(kills beside)
 parts=("${alone[@]}" crowd changes chart overlays distributed alerts single troubles pages clients)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
   beside       two clusters in use: one is taken down, and the other does not notice
   crowd        a quota, 50 claims and 200 snapshots at once, fsGroup on 100,000 files, ROUNDS=200 of a snapshot schedule
-  changes      the driver is upgraded, and the API server is away for a minute in the middle of each call of a sidecar
+  changes      the driver is upgraded, and the API server does not answer for a minute in the middle of each call of a sidecar
   chart        from kustomize to the chart, upgrade, rollback and uninstall over volumes in use; the chart on an empty cluster
   overlays     every overlay that the other parts do not install, with the smoke test of hack/e2e.sh
   distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
@@ -21,7 +21,7 @@ usage="usage: cluster-test.sh [PART...]
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   pages        the commands of docs/install.md for an existing cluster, and those of docs/uninstall.md
   clients      hack/clients-test.sh, on one node and on two
-Without a PART all of them. Two run beside each other, or as many as PARTS says, but kills and beside run alone."
+Without a PART all of them. Two run at once, or as many as PARTS says, but kills and beside run alone."
 for part in "$@"; do
     case "$part" in
         -h | --help) echo "$usage" && exit 0 ;;
@@ -36,7 +36,7 @@ at_once=${PARTS:-2}
 
 scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/deltapath-cluster-test-XXXXXX")
 "$root/hack/cluster/machine.sh" >"$scratch/before"
-# The clusters of parts beside each other are on the machine, too: then only the machine after all of them counts.
+# The clusters of parts that run at once are on the machine, too: then only the machine after all of them counts.
 unchanged() {
     [ "${BESIDE-no}" = no ] || return 0
     "$root/hack/cluster/machine.sh" >"$scratch/after"

@@ -154,7 +154,7 @@ fn exit_codes_are_the_same_in_all_programs() {
     row("cbt-backup prune --wait -1", 2, "invalid value '-1'");
     row(&format!("{full} --endpoint csi.sock --snapshot s"), 2, "unix:///");
     row(&format!("{full} --endpoint unix://@/none.sock --snapshot s"), 1, "none.sock");
-    row(&format!("{full} --endpoint unix://@/file --snapshot s"), 1, "is no socket");
+    row(&format!("{full} --endpoint unix://@/file --snapshot s"), 1, "is not a socket");
     row("cbt-backup show --endpoint unix://@/none.sock --target s", 1, "none.sock");
     row("cbt-backup show --endpoint tcp://1.2.3.4:5 --target s", 2, "unix:///");
     row(&format!("{driver} --overcommit -1"), 2, "must be a number greater than 0");
@@ -220,7 +220,7 @@ fn exit_codes_are_the_same_in_all_programs() {
     row("deltapath verify --data-dir @/none", 1, "none");
     row("deltapath demo --work-dir @/none", 1, "--work-dir");
     row("cbt-backup list --repository @/none", 1, "the first backup makes it");
-    row("cbt-backup list --repository @/dir", 1, "is no repository");
+    row("cbt-backup list --repository @/dir", 1, "is not a repository");
     row("cbt-backup list --repository @/file", 1, "not a directory");
     row(&full.replace("@/repository", "@/file"), 1, "not a directory");
     row(&full.replace("@/image", "@/none"), 1, "none");

@@ -13,17 +13,6 @@ use testkit::files_below;
 use testkit::pages::{blocks, quoted, read, rows, section};
 use testkit::prelude::*;
 
-/// The pages that name commands, flags and make targets.
-const PAGES: [&str; 7] = [
-    "README.md",
-    "docs/reference.md",
-    "docs/conformance.md",
-    "docs/lab-bench.md",
-    "docs/faults.md",
-    "docs/benchmarks.md",
-    "docs/testing.md",
-];
-
 /// Programs and commands with a section in the reference.
 const SECTIONS: [&str; 9] = [
     "deltapath driver",
@@ -37,9 +26,36 @@ const SECTIONS: [&str; 9] = [
     "cbt-earlier cbt-http",
 ];
 
-fn pages() -> String {
-    PAGES.map(read).concat()
-}
+/// Flags in the prose of pages that other programs and scripts have, or that are hidden.
+const OF_OTHERS: [&str; 27] = [
+    "--api-versions",
+    "--bench",
+    "--chart",
+    "--distributed",
+    "--enable-distributed-snapshotting",
+    "--features",
+    "--filename",
+    "--force",
+    "--help",
+    "--kube-api-qps",
+    "--long",
+    "--make-rshared",
+    "--metrics-address",
+    "--name",
+    "--no-growth",
+    "--node-deployment",
+    "--nodes",
+    "--reset-then-reuse-values",
+    "--server-side",
+    "--set",
+    "--setra",
+    "--setro",
+    "--show-labels",
+    "--snapshot-move-data",
+    "--strict-topology",
+    "--take-ownership",
+    "--version",
+];
 
 fn help(program: &str, subcommand: &str) -> String {
     let output = Command::new(testkit::program(program)).args([subcommand, "--help"]).output().expect("run");
@@ -58,16 +74,82 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
     found.filter(begins_with_a_letter).collect()
 }
 
-/// Whoever adds commands or code to a page says who runs them.
+/// Whoever adds commands or code to a page says who runs them: its row begins with `all`, or names every program of others that a line
+/// of the page begins with. Pictures hold no commands.
 #[test]
 fn every_page_with_commands_is_in_the_table_of_who_runs_them() {
     let testing = read("docs/testing.md");
     let table = section(&testing, "Commands in the pages");
+    let is_ours = |word: &str| {
+        let of_ours = PROGRAMS.iter().any(|(name, _)| word == *name) || word == "make";
+        of_ours || ["hack/", "target/"].iter().any(|dir| word.starts_with(dir))
+    };
+    let is_of_the_shell = |word: &str| {
+        ["", "for", "do", "done", "export", "source", "#", "END"].contains(&word) || word.contains(['=', ':'])
+    };
     for page in crate::cluster_docs::pages() {
         let text = read(&page);
         let mut languages = text.lines().filter_map(|line| line.trim_start().strip_prefix("```"));
         let has_code = languages.any(|language| !["", "text"].contains(&language));
-        assert_eq!(has_code, table.contains(&format!("`{page}`")), "docs/testing.md, of {page}");
+        let row = table.lines().find(|row| row.contains(&format!("`{page}`")));
+        assert_eq!(has_code, row.is_some(), "docs/testing.md, of {page}");
+        let first_words = |language| {
+            let lines = blocks(&text, language).into_iter().flat_map(str::lines);
+            lines.map(|line| line.split(' ').next().unwrap_or_default())
+        };
+        let pictures = first_words("text").chain(first_words(""));
+        let commands: Vec<&str> = pictures.filter(|word| is_ours(word) || *word == "kubectl").collect();
+        assert!(
+            commands.is_empty(),
+            "{page}: a block of text with commands, which nothing checks: {commands:?}"
+        );
+        let Some(row) = row.filter(|row| !row.contains("| all")) else { continue };
+        for word in first_words("sh").filter(|word| !is_ours(word) && !is_of_the_shell(word)) {
+            assert!(
+                row.contains(&format!("`{word}`")),
+                "docs/testing.md does not say who runs {word} of {page}"
+            );
+        }
+    }
+}
+
+/// How long a page may be that is read in one sitting.
+#[test]
+fn the_first_pages_are_short() {
+    for (page, most) in [
+        ("README.md", 120),
+        ("ARCHITECTURE.md", 250),
+        ("docs/tutorial-first-delta.md", 150),
+        ("docs/tutorial-driver.md", 150),
+        ("docs/tutorial-cluster.md", 150),
+        ("examples/minimal.rs", 300),
+    ] {
+        let lines = read(page).lines().count();
+        assert!(lines <= most, "{page} has {lines} lines, not at most {most}");
+    }
+}
+
+/// What is missed is said.
+#[test]
+fn every_limit_that_a_row_misses_is_in_the_table_of_what_is_missed() {
+    let page = read("docs/benchmarks.md");
+    let table = rows(section(&page, "What is missed"), "| ");
+    let all: Vec<serde_json::Value> = serde_json::from_str(&read("docs/benchmarks.json")).expect("JSON");
+    for missed in all.iter().filter(|row| row["holds"] == false) {
+        let (what, ratios) =
+            (missed["what"].as_str().expect("text"), missed["beside"].as_str().expect("text"));
+        let pool = if what.contains("btrfs") { "btrfs" } else { "xfs" };
+        let is_it = |row: &Vec<&str>| {
+            let measured = figures(row[1]);
+            let is_near = |(ratio, _): (f64, i32)| {
+                measured.iter().any(|(told, decimals)| is_rounded(ratio, *told, *decimals))
+            };
+            row[0].contains(pool) && figures(ratios).into_iter().any(is_near)
+        };
+        assert!(
+            table[1..].iter().any(is_it),
+            "docs/benchmarks.md does not say that this is missed: {missed:#}"
+        );
     }
 }
 
@@ -138,15 +220,21 @@ fn every_default_is_in_the_reference() {
     assert!(seen > 60, "{seen} defaults");
 }
 
+/// The numbers of a text, each with how many decimals it has.
+fn figures(text: &str) -> Vec<(f64, i32)> {
+    let text = text.replace(',', "");
+    let words = text.split(|c: char| !c.is_ascii_digit() && c != '.').map(|word| word.trim_matches('.'));
+    let decimals = |word: &str| word.split_once('.').map_or(0, |(_, behind)| behind.len() as i32);
+    words.filter_map(|word| Some((word.parse::<f64>().ok()?, decimals(word)))).collect()
+}
+
+fn is_rounded(number: f64, figure: f64, decimals: i32) -> bool {
+    (number - figure).abs() <= 0.5 * 0.1f64.powi(decimals) + 1e-9
+}
+
 /// The main figures of the pages are those of the rows, rounded.
 #[test]
 fn the_figures_of_the_pages_are_those_of_the_benchmarks() {
-    let figures = |text: &str| -> Vec<(f64, i32)> {
-        let text = text.replace(',', "");
-        let words = text.split(|c: char| !c.is_ascii_digit() && c != '.').map(|word| word.trim_matches('.'));
-        let decimals = |word: &str| word.split_once('.').map_or(0, |(_, behind)| behind.len() as i32);
-        words.filter_map(|word| Some((word.parse::<f64>().ok()?, decimals(word)))).collect()
-    };
     let all: Vec<serde_json::Value> = serde_json::from_str(&read("docs/benchmarks.json")).expect("JSON");
     let text = |row: &serde_json::Value, key: &str| row[key].as_str().expect("text").to_owned();
     let both = ["README.md", "docs/benchmarks.md"].map(read).concat();
@@ -168,7 +256,7 @@ fn the_figures_of_the_pages_are_those_of_the_benchmarks() {
         let rows = rows.map(|row| ["what", "measured", "beside", "must"].map(|key| text(row, key)).join(" "));
         let measured = figures(&rows.collect::<Vec<_>>().join(" "));
         for (figure, decimals) in figures(line) {
-            let is_it = |found: f64| (found - figure).abs() <= 0.5 * 0.1f64.powi(decimals) + 1e-9;
+            let is_it = |found: f64| is_rounded(found, figure, decimals);
             let is_there = measured.iter().any(|(found, _)| is_it(*found) || is_it(found / 1e6));
             assert!(is_there, "{line}: {figure} is not in docs/benchmarks.json at {of:?}");
         }
@@ -204,12 +292,13 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for title in &SECTIONS[1..] {
         real.extend(words(section(&reference, &format!("Flags of `{title}`")), "--"));
     }
-    // The pages also mention flags of other programs and of the scripts:
-    // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, `cargo test --features`, the community sidecar's in docs/conformance.md.
-    let others =
-        ["--help", "--no-growth", "--data", "--bench", "--features", "--kube-api-qps"].map(str::to_owned);
-    for flag in words(&pages(), "--") {
-        assert!(real.contains(&flag) || others.contains(&flag), "the pages name {flag}, which is not a flag");
+    for page in crate::cluster_docs::pages() {
+        // Every second part is a block of code: the programs are asked about those, see above.
+        let prose: String = read(&page).split("\n```").step_by(2).collect();
+        for flag in words(&prose, "--") {
+            let is_known = real.contains(&flag) || OF_OTHERS.contains(&flag.as_str());
+            assert!(is_known, "{page} names {flag}, which is not a flag");
+        }
     }
     let table: String = reference.lines().filter(|line| line.starts_with("| `--")).collect();
     for flag in driver.iter().filter(|flag| *flag != "--help") {
@@ -289,6 +378,17 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     let members = |path: &Path| -> Vec<u32> {
         MapFile::open(path).expect("open").segment(SegmentIndex(0)).expect("segment").into_iter().collect()
     };
+    let page = read("docs/algorithm.md");
+    // The blocks in the rows of the page that begin with this name, in order.
+    let drawn = |name: &str| -> Vec<Vec<u32>> {
+        let rows = page.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix("  "));
+        let blocks =
+            |row: &str| row.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
+        rows.map(blocks).collect()
+    };
+    let [at_first, compared_second, compared_third] = &drawn("changed")[..3] else { panic!("{page}") };
+    let allocated = &drawn("allocated")[0];
+    assert_eq!(at_first, &drawn("pending")[0]);
     for (block, letter) in [(0, b'A'), (1, b'B'), (2, b'C')] {
         content.write(&device, block, 1, letter);
     }
@@ -299,25 +399,39 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     content.discard(&device, 0, 1);
     let second = rig.client.create_snapshot("2", &volume).await.expect("snapshot").snapshot_id;
     compared(&rig, &[&second]).await;
-    assert_eq!(members(&rig.snapshot_dir(&second).allocated()), [1, 2, 4], "{pool:?}");
-    assert_eq!(members(&rig.snapshot_dir(&second).changed()), [0, 2, 4], "{pool:?}");
+    assert_eq!(&members(&rig.snapshot_dir(&second).allocated()), allocated, "{pool:?}");
+    assert_eq!(&members(&rig.snapshot_dir(&second).changed()), compared_second, "{pool:?}");
     content.write(&device, 5, 1, b'F');
     content.discard(&device, 4, 1);
     content.write(&device, 2, 1, b'C');
     let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
     compared(&rig, &[&third]).await;
-    assert_eq!(members(&rig.snapshot_dir(&third).changed()), [2, 4, 5], "{pool:?}");
-    assert_eq!(rig.changed(&first, &third).await, [0, 5], "{pool:?}");
+    assert_eq!(&members(&rig.snapshot_dir(&third).changed()), compared_third, "{pool:?}");
+    let (once, twice) = (&drawn("named once")[0], &drawn("named twice")[0]);
+    assert_eq!((&once[..], &twice[..]), (&[0, 5][..], &[2, 4][..]));
+    assert_eq!(
+        rig.changed(&first, &third).await,
+        once.iter().map(|block| u64::from(*block)).collect::<Vec<_>>(),
+        "{pool:?}"
+    );
 
     let dir = rig.snapshot_dir(&third);
     let map = std::fs::read(dir.changed()).expect("read");
     let (rest, trailer) = map.split_at(map.len() - 108);
     let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
     assert_eq!(&trailer[..8], b"dpathmap");
-    assert_eq!(
-        [(8, 12), (12, 16), (16, 24), (24, 32), (32, 36)].map(|(from, to)| number(&trailer[from..to])),
-        [2, BLOCK, 8, 1, 1]
-    );
+    // Where the page says that each field of the trailer is.
+    let format = read("docs/format.md");
+    let of_maps = section(&format, "Block maps").split("trailer ").nth(1).expect("a trailer");
+    let fields = of_maps.lines().skip(1).map_while(|line| {
+        let mut words = line.split_whitespace().map(str::parse::<usize>);
+        Some((words.next()?.ok()?, words.next()?.ok()?))
+    });
+    let fields: Vec<_> = fields.collect();
+    assert_eq!(fields.iter().map(|(_, length)| length).sum::<usize>(), trailer.len());
+    let numbers: Vec<u64> =
+        fields[1..6].iter().map(|(at, length)| number(&trailer[*at..at + length])).collect();
+    assert_eq!(numbers, [2, BLOCK, 8, 1, 1]);
     assert_eq!(trailer[36..76].trim_ascii_end().split(|byte| *byte == 0).next(), Some(second.as_bytes()));
     let (payloads, table) = rest.split_at(rest.len() - 48);
     let at = number(&table[8..16]) as usize;

@@ -43,7 +43,7 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported(rig: Rig
 async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(rig: Rig<pool>) {
     let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
     let meta = std::fs::symlink_metadata(&device).expect("stat");
-    assert!(meta.file_type().is_block_device(), "{} is no block device", device.display());
+    assert!(meta.file_type().is_block_device(), "{} is not a block device", device.display());
     let mut content = Content::default();
     content.write(&device, 7, 3, 9);
     assert_eq!(rig.attach(&volume).await, device, "publishing twice is publishing once");

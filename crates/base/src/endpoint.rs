@@ -31,7 +31,7 @@ impl FromStr for Endpoint {
         match path.starts_with('/') {
             true if path.len() <= LONGEST => Ok(Endpoint(path.into())),
             true => Err(format!("{text:?} is too long: the path of a socket has at most {LONGEST} bytes")),
-            false => Err(format!("{text:?} is no endpoint: write unix:///run/deltapath/csi.sock")),
+            false => Err(format!("{text:?} is not an endpoint: write unix:///run/deltapath/csi.sock")),
         }
     }
 }

@@ -91,7 +91,7 @@ pub fn quantities(bytes: &[u8]) {
     match parsed {
         Ok(size) => {
             assert_eq!(size.to_string().parse(), Ok(size), "{text:?}");
-            assert!(text.bytes().any(|byte| byte.is_ascii_digit()), "{text:?} is no number");
+            assert!(text.bytes().any(|byte| byte.is_ascii_digit()), "{text:?} is not a number");
             // An exponent may have its sign, as in Kubernetes.
             let unsigned = text.replace("e+", "e").replace("E+", "E");
             assert!(!unsigned.contains(['-', ' ', '+']), "{text:?} is no size");

@@ -3,12 +3,13 @@
 //! ```text
 //! DIR/deltapath.json              what kind of data directory this is
 //! DIR/lock                        held by the one driver that serves it
-//! DIR/pool.img                    the pool's image, where the pool is made in a file
+//! DIR/pool.img                    the pool's image, where the pool is made in a file; pool.img.new while it is made
 //! DIR/pool.img.untried            there until the kernel has mounted the image once
 //! DIR/reserve                     room on the disk that is given back when the image is opened on a full one
 //! DIR/pool/                       the pool: a plain directory, or where the image is mounted
 //!     volumes/<id>/record.json    state.json: where it is attached, staged and published
 //!     volumes/<id>/bytes/data.img
+//!     volumes/<id>/ungrown/       what the volume was before a growth of its ext4 that was cut short
 //!     snapshots/<id>/record.json  allocated.map changed.map skip-1.map skip-2.map ... pending.map hashes
 //!     snapshots/<id>/bytes/data.img
 //!     groups/<id>/record.json     a group snapshot
@@ -17,6 +18,7 @@
 //!                                 for deltas; the bytes may be gone
 //!     reserve                     room that is given back to a deletion on a full pool
 //!     staging/                    half-made and half-removed objects, emptied at start, except for transfers
+//!     staging/<id>.bytes/         bytes of a deleted snapshot, which are being removed
 //!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
 //!

@@ -52,7 +52,7 @@ pub fn host_and_port(text: &str) -> Result<String, String> {
 /// The value of `--review-cache`.
 pub fn review_cache(text: &str) -> Result<Duration, String> {
     let age = base::age::read(text).filter(|age| *age <= Duration::from_secs(10));
-    age.ok_or_else(|| "reviews are believed for 0s to 10s".into())
+    age.ok_or_else(|| "an answer may be kept for 0s to 10s".into())
 }
 
 /// The values of flags that bound a number of streams.

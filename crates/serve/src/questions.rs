@@ -48,7 +48,7 @@ fn said_of(file: &str, error: &KubeconfigError) -> String {
         KubeconfigError::Parse(error) => {
             let at =
                 error.location().map(|at| format!(": look at line {}, column {}", at.line(), at.column()));
-            format!("{file} is no kubeconfig in YAML{}", at.unwrap_or_default())
+            format!("{file} is not a kubeconfig in YAML{}", at.unwrap_or_default())
         }
         error => format!("the kubeconfig {file} cannot be used: {error}"),
     }

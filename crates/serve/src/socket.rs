@@ -11,7 +11,7 @@ use tokio::net::{UnixListener, UnixStream};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The path is there, and is not a socket.
-    #[error("a file that is no socket is there: move it away")]
+    #[error("a file that is not a socket is there: move it away")]
     NotASocket,
     /// Another process answers there.
     #[error("another process serves there")]

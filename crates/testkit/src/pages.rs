@@ -1,6 +1,6 @@
 //! The pages of this repository, as tests hold them against the programs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use crate::HOME;
@@ -77,6 +77,38 @@ pub fn assert_has_tests(page: &str, suites: &[&str]) -> usize {
         assert!(suites.iter().any(has_test), "the page names the test {file}::{test}, which is nowhere");
     }
     named.len()
+}
+
+/// The metrics of the reference, each with its labels. Those of cbt-earlier that are "as the gateway's" have none here.
+pub fn metrics() -> BTreeMap<String, BTreeSet<String>> {
+    let page = read("docs/reference.md");
+    let is_metric = |name: &&str| name.starts_with("deltapath_") || name.starts_with("cbt_earlier_");
+    let of_row = |row: Vec<&str>| {
+        let labels: BTreeSet<String> = quoted(row[1]).map(str::to_owned).collect();
+        let names: Vec<String> = quoted(row[0]).filter(is_metric).map(str::to_owned).collect();
+        names.into_iter().map(move |name| (name, labels.clone()))
+    };
+    rows(&page, "| `").into_iter().filter(|row| row.len() == 3).flat_map(of_row).collect()
+}
+
+/// Fails where a program serves a metric or a label that the reference does not give it.
+#[track_caller]
+pub fn assert_has_metrics(served: &str) {
+    let metrics = metrics();
+    for line in served.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        let (name, labels) = line.rsplit_once(' ').expect(line).0.split_once('{').unwrap_or((line, ""));
+        let name = name.split(' ').next().unwrap_or(name);
+        let ends = ["", "_bucket", "_sum", "_count"].into_iter();
+        let known = ends.filter_map(|end| metrics.get(name.strip_suffix(end)?)).next();
+        let known = known.unwrap_or_else(|| panic!("{name} is not in the reference"));
+        // A label's name is the word before `="`.
+        for (label, _) in labels.split(',').filter_map(|label| label.split_once("=\"")) {
+            assert!(
+                label == "le" || known.contains(label),
+                "the reference does not give {name} the label {label}"
+            );
+        }
+    }
 }
 
 /// Fails where the section of `program` lacks one of its flags (`help` and `version` need none), or names another. `flags` are

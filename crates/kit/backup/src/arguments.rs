@@ -398,7 +398,7 @@ pub fn driver(endpoint: &Endpoint) -> Result<Client, Error> {
     let path = endpoint.path();
     match path.metadata() {
         Ok(found) if found.file_type().is_socket() => Ok(Client::csi(&endpoint.to_string())?),
-        Ok(_) => Err(refused!("{} (--endpoint) is no socket", path.display())),
+        Ok(_) => Err(refused!("{} (--endpoint) is not a socket", path.display())),
         Err(error) => {
             Err(refused!("there is no socket of a CSI driver at {} (--endpoint): {error}", path.display()))
         }

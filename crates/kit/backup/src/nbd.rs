@@ -112,7 +112,7 @@ fn listen(socket: &Path) -> Result<UnixListener> {
     use std::os::unix::fs::FileTypeExt;
     if std::fs::symlink_metadata(socket).is_ok_and(|found| !found.file_type().is_socket()) {
         return Err(refused!(
-            "listen at {}: a file that is no socket is there: move it away",
+            "listen at {}: a file that is not a socket is there: move it away",
             socket.display()
         ));
     }
@@ -190,7 +190,7 @@ fn shake(
     let mut agreed = Agreed::default();
     loop {
         if u64::from_be_bytes(number(stream)?) != OPTION {
-            return Err(garbage("what should be an option is none"));
+            return Err(garbage("this is not an option"));
         }
         let option = u32::from_be_bytes(number(stream)?);
         let length = u32::from_be_bytes(number(stream)?);
@@ -323,7 +323,7 @@ fn requests(disk: &impl Disk, stream: &mut (impl Read + Write), agreed: Agreed) 
     const ONE: u16 = 1 << 3;
     loop {
         if u32::from_be_bytes(number(stream)?) != REQUEST {
-            return Err(garbage("what should be a request is none"));
+            return Err(garbage("this is not a request"));
         }
         let flags = u16::from_be_bytes(number(stream)?);
         let command = u16::from_be_bytes(number(stream)?);

@@ -81,7 +81,7 @@ livenessProbe:
       mountPath: /csi
 {{- end }}
 
-{{- /* The sidecars that are about the cluster: beside the driver, or in the controller. */}}
+{{- /* The sidecars that are about the cluster: in the driver's pod, or in the controller's. */}}
 {{- define "deltapath.controllerSidecars" -}}
 {{- $elected := eq .Values.mode "distributed" }}
 {{- $qps := list "--kube-api-qps=50" "--kube-api-burst=100" }}

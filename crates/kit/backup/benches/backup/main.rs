@@ -115,7 +115,7 @@ fn cold() {
 fn has(program: &str) -> bool {
     let found = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     if found.is_err() {
-        eprintln!("{program} is not installed (`make test-deps`), so nothing stands beside it");
+        eprintln!("{program} is not installed (`make test-deps`), so nothing is compared with it");
     }
     found.is_ok()
 }

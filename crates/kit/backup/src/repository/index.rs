@@ -178,7 +178,7 @@ pub fn open<T: DeserializeOwned>(bytes: &[u8], name: &str) -> Result<T> {
             "{name} has format {}; this cbt-backup knows format {VERSION}: use the one that wrote it",
             u32::from_le_bytes(*version)
         )),
-        None => Err(Error::damaged(name, "it is no file of a cbt-backup repository")),
+        None => Err(Error::damaged(name, "it is not a file of a cbt-backup repository")),
     }
 }
 

@@ -131,10 +131,10 @@ impl Repository {
         }
         Err(Error::refused(match error.is_not_found() {
             true => {
-                format!("{url} is no repository of cbt-backup: the first backup makes one, in an empty place")
+                format!("{url} is not a repository of cbt-backup: the first backup makes one, in an empty place")
             }
             false => format!(
-                "{url} is no repository of cbt-backup, and {}: name an empty place, where the first backup makes one",
+                "{url} is not a repository of cbt-backup, and {}: name an empty place, where the first backup makes one",
                 base::report(&error)
             ),
         }))
@@ -160,7 +160,7 @@ impl Repository {
                 && let Some(first) = repository.store.top()?.into_iter().find(is_other)
             {
                 return Err(refused!(
-                    "{url} is no repository and not empty: it holds {first}; name an empty place"
+                    "{url} is not a repository and not empty: it holds {first}; name an empty place"
                 ));
             }
             let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };

@@ -325,7 +325,7 @@ impl Store {
             let is_object = depth == name.matches('/').count();
             let why = match is_object {
                 false if found.is_symlink() => "is a symbolic link, which is not followed",
-                true if is_read && !found.is_file() => "is no plain file",
+                true if is_read && !found.is_file() => "is not a plain file",
                 _ => continue,
             };
             return Err(Error::damaged(name, format!("{} {why}", path.display())));

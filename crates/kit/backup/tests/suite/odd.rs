@@ -106,15 +106,15 @@ fn table() -> Vec<Row> {
     for path in ["@/dir", "@/fifo", "/dev/null"] {
         row(1, "is not a file", &format!("show --html {path}"));
     }
-    row(1, "a file that is no socket is there", "mount ID --socket @/image");
-    row(1, "a file that is no socket is there", "mount ID --socket @/dir");
+    row(1, "a file that is not a socket is there", "mount ID --socket @/image");
+    row(1, "a file that is not a socket is there", "mount ID --socket @/dir");
     row(1, NO_FILE, "mount ID --socket @/dir/x/y");
     for command in
         ["list", "show", "verify", "prune", "restore latest --to @/new", "mount latest --socket @/new"]
     {
         row(1, "", &format!("{command} --repository @/fifo"));
         row(1, "the first backup makes it", &format!("{command} --repository @/gone"));
-        row(1, "is no repository", &format!("{command} --repository @/dir"));
+        row(1, "is not a repository", &format!("{command} --repository @/dir"));
     }
     row(1, "thesis.txt", &format!("{full} --repository @/dir"));
     row(1, "", &format!("{full} --repository @/image"));

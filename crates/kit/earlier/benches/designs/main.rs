@@ -77,7 +77,7 @@ async fn compare(world: &World, sizes: &[u64]) {
     for blocks in sizes {
         println!("\nA delta of {blocks} blocks:\n");
         println!(
-            "| Design | Time | Beside the stream | Calls | Calls at kube-apiserver by the parts | Bytes to and from the user | Bytes between the parts | CPU of kube-apiserver | Its memory | Writes to etcd |"
+            "| Design | Time | Compared with the stream | Calls | Calls at kube-apiserver by the parts | Bytes to and from the user | Bytes between the parts | CPU of kube-apiserver | Its memory | Writes to etcd |"
         );
         println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
         let mut stream = None;
@@ -128,10 +128,10 @@ impl Design {
     fn name(self) -> &'static str {
         match self {
             Design::Driver => "(the driver's own stream, on its socket)",
-            Design::Stream => "SnapshotMetadata: the stream, by way of deltapath-gateway",
+            Design::Stream => "SnapshotMetadata: the stream, through deltapath-gateway",
             Design::Listener => "DifferentialSnapshot: the callback listener",
             Design::Call => "DifferentialSnapshot: the call, on its socket",
-            Design::Delta => "VolumeSnapshotDelta, by way of kube-apiserver",
+            Design::Delta => "VolumeSnapshotDelta, through kube-apiserver",
             Design::CbtHttp => "VolumeSnapshotDelta: cbt-http without kube-apiserver",
         }
     }

@@ -81,7 +81,7 @@ pub async fn it_publishes_itself_and_its_state_is_reported(world: World) {
     let found = discovery(&world, name, "ready again", is("ready")).await;
     assert_ne!(found["spec"]["clientConfig"], config);
     assert!(found["status"].get("error").is_none_or(Value::is_null), "{found}");
-    // What is no address is not made.
+    // What is not an address is not made.
     let objects = world.api.objects("DriverDiscovery", None);
     let service = json!({"namespace": "a", "name": "b"});
     let bundle = "Q0E=";

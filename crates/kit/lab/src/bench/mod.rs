@@ -184,7 +184,8 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
     }
     for (flag, dir) in [("--bare-dir", &arguments.bare_dir), ("--space-dir", &arguments.space_dir)] {
         if let Some(dir) = dir.as_ref().filter(|dir| !dir.is_dir()) {
-            let why = if dir.exists() { "it is a file, not a directory" } else { "there is no such directory" };
+            let why =
+                if dir.exists() { "it is a file, not a directory" } else { "there is no such directory" };
             return Err(format!("{flag} {}: {why}", dir.display()));
         }
     }

@@ -15,7 +15,7 @@ impl Secrets {
         // The parser's own message would quote the file.
         let parsed = serde_saphyr::from_str(&text).map_err(|_| {
             format!(
-                "{} is no secrets file: write a YAML map a call, CreateVolumeSecret: {{key: value}}",
+                "{} is not a secrets file: write a YAML map a call, CreateVolumeSecret: {{key: value}}",
                 path.display()
             )
         })?;

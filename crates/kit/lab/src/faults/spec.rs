@@ -71,7 +71,7 @@ pub(super) enum SpecError {
     Pair { pair: String, text: String },
     #[error("{fault} takes no {key:?}: it takes {}", keys(.fault))]
     Key { fault: &'static str, key: String },
-    #[error("{value:?} is no {key} for {fault}: {wanted}")]
+    #[error("{value:?} is wrong for {key} of {fault}: {wanted}")]
     Value { fault: &'static str, key: String, value: String, wanted: &'static str },
     #[error("{fault} is about connections, not calls: it takes no {key}")]
     Connection { fault: &'static str, key: String },

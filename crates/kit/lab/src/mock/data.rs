@@ -145,7 +145,7 @@ pub(super) fn write(file: &File, history: &[Arc<Changes>], block_size: u64, capa
 pub(super) fn listed(text: &str, block_size: u64, capacity: u64, seed: u64) -> Result<Changes, String> {
     let mut ranges = Vec::new();
     for part in text.split_whitespace() {
-        let wanted = || format!("{part:?} is no range: write OFFSET+SIZE, as in 0+4096 or 1Mi+64Ki");
+        let wanted = || format!("{part:?} is not a range: write OFFSET+SIZE, as in 0+4096 or 1Mi+64Ki");
         let (offset, size) = part.split_once('+').ok_or_else(wanted)?;
         let number = |text: &str| text.parse::<base::Quantity>().map(|size| size.0).map_err(|_| wanted());
         let (offset, size) = (number(offset)?, number(size)?);

@@ -207,7 +207,7 @@ impl Driver {
                 data::listed(ranges, block_size, volume.capacity, seed).map_err(Status::invalid_argument)?
             }
             (None, changes) => {
-                let wanted = |_| Status::invalid_argument("changes is no number");
+                let wanted = |_| Status::invalid_argument("changes is not a number");
                 let count: u64 = changes
                     .map(|changes| changes.parse())
                     .transpose()

@@ -62,7 +62,7 @@ pub(super) fn page<T>(all: Vec<T>, token: &str, most: i32) -> Result<(Vec<T>, St
             .parse()
             .ok()
             .filter(|start| *start <= all.len())
-            .ok_or_else(|| Status::aborted(format!("{token:?} is no token of this list")))?,
+            .ok_or_else(|| Status::aborted(format!("{token:?} is not a token of this list")))?,
     };
     let most = usize::try_from(most).map_err(|_| Status::invalid_argument("max_entries is negative"))?;
     let end = if most == 0 { all.len() } else { all.len().min(start + most) };

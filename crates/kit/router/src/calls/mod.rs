@@ -131,7 +131,7 @@ impl Router {
             Route::List => self.list(&mut work, true).await,
             Route::ListSnapshots => self.list_snapshots(&mut work).await,
             Route::GetCapacity => self.get_capacity(&mut work).await,
-            Route::Allocated | Route::Delta => Err(Status::internal("a stream is no unary call")),
+            Route::Allocated | Route::Delta => Err(Status::internal("a stream is not a unary call")),
         }
     }
 

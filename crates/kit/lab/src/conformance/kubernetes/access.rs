@@ -100,7 +100,7 @@ pub(super) async fn garbage(cluster: &Cluster) -> Judged {
 pub(super) async fn forged(cluster: &Cluster) -> Judged {
     let good = cluster.caller(READER).token;
     let [header, claims, signature] = good.split('.').collect::<Vec<_>>()[..] else {
-        return Ok(Verdict::Skip("the API server's tokens are no JWTs".into()));
+        return Ok(Verdict::Skip("the API server's tokens are not JWTs".into()));
     };
     let decoded =
         URL_SAFE_NO_PAD.decode(claims).ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
