@@ -1,10 +1,16 @@
-//! What servers share, each thing once: HTTP for probes and metrics ([`http`]), the places of connections ([`places`]), a log that waits
-//! for no reader ([`log`]), sockets ([`authority`], [`socket`]), and answers that are fetched and passed on as bytes ([`upstream`],
-//! [`relay`]). As features: connections over TLS whose certificate
-//! changes without a restart (`tls`: `certificate`, `mutual`, `ticket`, `listen`), and the streams on them (`streams`); and, so that the
-//! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign
-//! (`certificates`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls and
-//! what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
+//! What servers share. All of them: HTTP for probes and metrics ([`http`]), limits of connections ([`places`]), a log that never blocks
+//! ([`log`]), sockets ([`authority`], [`socket`]), and answers that are passed on as bytes ([`upstream`], [`relay`]).
+//!
+//! | Feature | What it has |
+//! | --- | --- |
+//! | `tls` | connections over TLS whose certificate changes without a restart: `certificate`, `mutual`, `ticket`, `listen` |
+//! | `streams` | the streams on them |
+//! | `program` | flags, log and end of a program that only serves |
+//! | `certificates` | certificate authorities and what they sign |
+//! | `lease` | the lease of an elected replica |
+//! | `kubernetes` | who calls and what they may get, and VolumeSnapshots: `questions`, `reviews`, `snapshots` |
+//!
+//! The driver uses none of the last four.
 // They panic where the output is closed: `shell` does not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))]

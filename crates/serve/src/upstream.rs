@@ -48,9 +48,9 @@ const GRACE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Between two pings to a server of ours.
 pub const OFTEN: Duration = PATIENCE;
-/// Between two pings to any server that says nothing. One in Go or C++ closes a connection where they are less than five minutes
-/// apart more than twice, unless it has sent something between them (`keepalive.EnforcementPolicy` of grpc-go), or where there are
-/// any while no call is open.
+/// Between two pings to any server that says nothing. A server in Go or C++ closes the connection after more than two pings that are
+/// less than five minutes apart, if it has sent nothing between them (`keepalive.EnforcementPolicy` of grpc-go). It also closes one
+/// with pings while no call is open.
 pub const RARELY: Duration = Duration::from_secs(310);
 
 /// How many streams may have wide windows, shared by all servers.

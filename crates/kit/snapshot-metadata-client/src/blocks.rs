@@ -18,10 +18,10 @@ use crate::transport::Messages;
 ///
 /// It is whole when [`Blocks::next`] has returned `None`, and not before: after an error, what came is a part of the answer.
 ///
-/// Where the stream is cut, the rest is asked for from the byte after the last range on. Servers may begin before that, and
-/// not all take an offset inside a block of theirs. So what is known already is cut off, and where that byte is at the end
-/// of the volume, or is not a multiple of 4096, the rest is asked for from the beginning of the last range, which then has
-/// to be there again. The same is done where the rest comes without a message.
+/// If the stream is cut, the rest is requested, from the byte after the last range. Servers may begin before that byte: what is
+/// known already is cut off. Not all servers take an offset inside one of their blocks. So if that byte is the end of the volume,
+/// or is not a multiple of 4096, the request begins with the last range, which has to be in the answer again. The same is done
+/// if the rest comes without a message.
 pub struct Blocks {
     opener: Opener,
     query: Query,

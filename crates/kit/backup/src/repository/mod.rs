@@ -13,9 +13,9 @@
 //! order of the names is that in which backups were begun, and the last name is the latest backup. Nothing else in the
 //! directory is looked into or touched, and nothing through a symbolic link below it.
 //!
-//! Everything is a tree of checksums: an index has one of itself and names packs by the BLAKE3 of their tables, a table
-//! has that of each chunk, and a chunk may be the map of a segment, which names packs and chunks in turn. Objects never
-//! change, but for indexes when a prune has moved chunks, and those are replaced as one step. A checksum is not a signature:
+//! Everything is a tree of checksums. An index has its own, and names packs by the BLAKE3 of their tables. A table has that of each
+//! chunk. A chunk may be the map of a segment, which names packs and chunks in turn. Objects never change, but for indexes when a
+//! prune has moved chunks, and those are replaced as one step. A checksum is not a signature:
 //! whoever can write to the repository can forge it, so every length in an object has a bound, and what asks for more is
 //! damaged.
 //!
