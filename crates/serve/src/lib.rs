@@ -1,10 +1,9 @@
-//! What servers share. All of them: HTTP for probes and metrics ([`http`]), limits of connections ([`places`]), a log that never blocks
+//! What servers share. All of them: HTTP for probes and metrics ([`http`]), limits of connections ([`slots`]), a log that never blocks
 //! ([`log`]), sockets ([`authority`], [`socket`]), and answers that are passed on as bytes ([`upstream`], [`relay`]).
 //!
 //! | Feature | What it has |
 //! | --- | --- |
-//! | `tls` | connections over TLS whose certificate changes without a restart: `certificate`, `mutual`, `ticket`, `listen` |
-//! | `streams` | the streams on them |
+//! | `tls` | connections over TLS whose certificate changes without a restart, and streams: `certificate`, `identity`, `mutual`, `ticket`, `listen`, `streams` |
 //! | `program` | flags, log and end of a program that only serves |
 //! | `certificates` | certificate authorities and what they sign |
 //! | `lease` | the lease of an elected replica |
