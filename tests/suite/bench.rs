@@ -239,7 +239,8 @@ async fn a_call_that_fails_is_told(rig: Rig<Xfs>) {
 
 /// A driver that does not say how much is left is measured by the filesystem that it stores on.
 #[apply(device_test)]
-async fn space_is_measured_without_get_capacity(mut rig: Rig<Xfs>) {
+async fn space_is_measured_without_get_capacity() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
     let (_serving, socket) = Lab::faulty(&rig, "refuse:call=GetCapacity,code=INTERNAL").await;
     let pool = rig.pool_dir();
     let flags = ["--snapshots", "0", "--runs", "1", "--space-dir", pool.to_str().expect("UTF-8")];

@@ -123,7 +123,10 @@ pub(crate) fn blocks(blocks: impl IntoIterator<Item = u64>) -> Ranges {
 /// The size of a device; an error when it is not a block device.
 pub(crate) fn device_size(device: &Path) -> Result<u64, Wrong> {
     if !std::fs::metadata(device).is_ok_and(|meta| meta.file_type().is_block_device()) {
-        return Err(Wrong::new(format!("{} is not a block device after NodePublishVolume", device.display())));
+        return Err(Wrong::new(format!(
+            "{} is not a block device after NodePublishVolume",
+            device.display()
+        )));
     }
     let size = File::open(device).and_then(|mut file| file.seek(SeekFrom::End(0)));
     size.map_err(|error| Wrong::new(format!("find the size of {}: {error}", device.display())))

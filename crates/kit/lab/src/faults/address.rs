@@ -15,8 +15,9 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wanted =
-            || format!("{text:?} is not an address: write unix:///path, http://host:port or https://host:port");
+        let wanted = || {
+            format!("{text:?} is not an address: write unix:///path, http://host:port or https://host:port")
+        };
         let tcp = text.strip_prefix("https://").map(|rest| (rest, true));
         if let Some((rest, tls)) = tcp.or_else(|| text.strip_prefix("http://").map(|rest| (rest, false))) {
             let (host, port) = rest.rsplit_once(':').ok_or_else(wanted)?;

@@ -107,6 +107,9 @@ fn the_page_of_the_first_delta_shows_the_client() {
         assert!(client.contains(excerpt), "not in the client:\n{excerpt}");
     }
     let in_go = pages::read("crates/kit/lab/examples/go/first_delta/main.go");
-    let counts = format!("{} lines of Python, or {} of Go", client.lines().count(), in_go.lines().count());
+    let lines = |client: &str| client.lines().filter(|line| !line.is_empty()).count();
+    assert!(lines(&client) <= 60, "{} lines", lines(&client));
+    let counts =
+        format!("{} lines of Python, or {} of Go, without empty ones", lines(&client), lines(&in_go));
     assert!(page.contains(&counts), "the page does not say {counts:?}");
 }
