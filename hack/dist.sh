@@ -58,16 +58,17 @@ archive() { # FILE DIRECTORY NAME [FLAG...]
         "${@:4}" -C "$2" -c "$3" | case $1 in *gz) gzip -n9 ;; *) cat ;; esac >"$1"
 }
 
-# The build stage's image: Debian's linker, and the toolchain and the crates of this machine.
+# The build stage's image: Debian's linker and certificates, and the toolchain and the crates of this machine, whose own certificates
+# are only for cargo: the image of cbt-backup gets Debian's.
 rust=docker.io/library/rust:1.90-bookworm
 toolchain=$(rustc --print sysroot)
 registry=${CARGO_HOME:-$HOME/.cargo}/registry
 mkdir -p "$registry"
 b rmi --force "$rust" >/dev/null 2>&1 || true
 container=$(b from --pull-never "$debian")
-b run "$container" -- sh -ec 'apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null'
+b run "$container" -- sh -ec 'apt-get update -qq && apt-get install -y -qq --no-install-recommends ca-certificates gcc libc6-dev >/dev/null'
 b config --env PATH=/usr/local/rust/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    --env CARGO_HOME=/usr/local/cargo "$container"
+    --env CARGO_HOME=/usr/local/cargo --env CARGO_HTTP_CAINFO=/usr/local/rust-certs/ca-certificates.crt "$container"
 commit "$container" "$rust"
 
 # The source's times are the commit's, so cargo could take what an earlier commit left for its own: its directory is new.
@@ -76,7 +77,7 @@ build() { # TAG [FLAG...]
         --build-arg VERSION="$version" --build-arg REVISION="$(git rev-parse HEAD)" \
         --build-arg COMMIT="$(git log -1 --abbrev=12 --format='%h %cs')" --build-arg IMAGE_REGISTRY="$registry_of" \
         --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
-        --volume /etc/ssl/certs:/etc/ssl/certs:ro --volume "$work/target:/src/target" --timestamp "$SOURCE_DATE_EPOCH" --tag "$@"
+        --volume /etc/ssl/certs:/usr/local/rust-certs:ro --volume "$work/target:/src/target" --timestamp "$SOURCE_DATE_EPOCH" --tag "$@"
 }
 
 # The programs that the build stage made for ARCH, in a tarball.
@@ -146,7 +147,7 @@ archive "$images" "$work/images" .
 
 # As helm has it: the files that symbolic links name, and the directory's name first.
 say "the chart"
-cp -rL deploy/chart/deltapath "$work/chart"
+cp -rL "$context/deploy/chart/deltapath" "$work/chart"
 grep -v '^#' "$work/chart/.helmignore" | while read -r ignored; do
     case $ignored in
         */*) rm -r "${work:?}/chart/$ignored" ;;

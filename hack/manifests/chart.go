@@ -41,6 +41,8 @@ type charted struct {
 		Old bool
 		// What is in the objects, and what is not.
 		With, Without []string
+		// What helm prints after an installation.
+		Notes []string
 	}
 	Refused []struct {
 		// As above.
@@ -72,7 +74,7 @@ func checkChart(customs customs, file string) []error {
 	// checked gives the chart's objects by name.
 	checked := func(values map[string]any, into string, old bool) (map[string]any, error) {
 		source := fmt.Sprintf("%s with %v", cases.Chart, values)
-		text, err := renderChart(cases.Chart, values, into, old)
+		text, _, err := renderChart(cases.Chart, values, into, old)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", source, err)
 		}
@@ -130,6 +132,15 @@ func checkChart(customs customs, file string) []error {
 				faults = append(faults, fmt.Errorf("the chart with %v: nothing says %q", valid.Values, word))
 			}
 		}
+		_, notes, err := renderChart(cases.Chart, valid.Values, into, valid.Old)
+		if err != nil {
+			return append(faults, err)
+		}
+		for _, word := range valid.Notes {
+			if !strings.Contains(notes, word) {
+				faults = append(faults, fmt.Errorf("the chart with %v: its notes do not say %q", valid.Values, word))
+			}
+		}
 		for _, word := range valid.Without {
 			if strings.Contains(string(text), word) {
 				faults = append(faults, fmt.Errorf("the chart with %v: something says %q", valid.Values, word))
@@ -137,7 +148,7 @@ func checkChart(customs customs, file string) []error {
 		}
 	}
 	for _, refused := range cases.Refused {
-		if _, err := renderChart(cases.Chart, refused.Values, namespace, refused.Old); err == nil {
+		if _, _, err := renderChart(cases.Chart, refused.Values, namespace, refused.Old); err == nil {
 			faults = append(faults, fmt.Errorf("the chart takes %v", refused.Values))
 		} else if !strings.Contains(err.Error(), refused.Why) {
 			faults = append(faults, fmt.Errorf("the chart with %v does not say %q, but %w", refused.Values, refused.Why, err))
@@ -146,11 +157,11 @@ func checkChart(customs customs, file string) []error {
 	return faults
 }
 
-// renderChart gives the YAML that `helm template` gives, for a cluster of the pinned version.
-func renderChart(dir string, values map[string]any, into string, old bool) ([]byte, error) {
+// renderChart gives the YAML that `helm template` gives, for a cluster of the pinned version, and the notes.
+func renderChart(dir string, values map[string]any, into string, old bool) ([]byte, string, error) {
 	chart, err := loader.LoadDir(dir)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	capabilities := chartutil.DefaultCapabilities.Copy()
 	capabilities.KubeVersion = chartutil.KubeVersion{Version: "v1.31.0", Major: "1", Minor: "31"}
@@ -161,19 +172,23 @@ func renderChart(dir string, values map[string]any, into string, old bool) ([]by
 	options := chartutil.ReleaseOptions{Name: namespace, Namespace: into, Revision: 1, IsInstall: true}
 	all, err := chartutil.ToRenderValues(chart, values, options, capabilities)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	files, err := engine.Render(chart, all)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
+	notes := ""
 	var text strings.Builder
 	for _, name := range slices.Sorted(maps.Keys(files)) {
-		if filepath.Ext(name) == ".yaml" {
+		switch {
+		case strings.HasSuffix(name, "NOTES.txt"):
+			notes = files[name]
+		case filepath.Ext(name) == ".yaml":
 			text.WriteString("---\n" + files[name] + "\n")
 		}
 	}
-	return []byte(text.String()), nil
+	return []byte(text.String()), notes, nil
 }
 
 func byName(objects []found) (map[string]any, error) {

@@ -191,7 +191,7 @@ pub struct RunArguments {
     /// Image of the pod.
     #[arg(long, value_name = "IMAGE", default_value = image())]
     pub image: String,
-    /// Taint that the pod tolerates, since it has to run on a node of the volume; can be given more than once.
+    /// Taint that the pod tolerates, since it has to run on a node of the volume; `*`: all taints. Can be given more than once.
     #[arg(long, value_name = "KEY[=VALUE]", value_parser = name)]
     pub toleration: Vec<String>,
     /// Service account of the pod. It needs the rights in deploy/backup/cronjob.yaml.

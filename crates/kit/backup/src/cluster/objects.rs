@@ -98,6 +98,7 @@ impl Run<'_> {
         }
         let from = self.arguments.secret.iter().map(|name| json!({"secretRef": {"name": name}}));
         let tolerations = self.arguments.toleration.iter().map(|taint| match taint.split_once('=') {
+            None if taint == "*" => json!({"operator": "Exists"}),
             None => json!({"key": taint, "operator": "Exists"}),
             Some((key, value)) => json!({"key": key, "operator": "Equal", "value": value}),
         });

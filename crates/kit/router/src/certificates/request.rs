@@ -27,8 +27,8 @@ pub struct NodeCertificate {
     #[arg(long, value_name = "CLUSTER", default_value = "deltapath", value_parser = super::cluster)]
     cluster: String,
     /// Socket of the driver, which says the key of its data directory.
-    #[arg(long, value_name = "PATH", default_value = "/csi/csi.sock")]
-    csi_address: PathBuf,
+    #[arg(long, value_name = "ENDPOINT", default_value = "/csi/csi.sock")]
+    csi_address: base::Endpoint,
     /// Directory for node.crt and node.key.
     #[arg(long, value_name = "DIRECTORY")]
     dir: PathBuf,
@@ -44,7 +44,7 @@ pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::E
     let mut written: Option<(DataDirKey, SystemTime)> = None;
     loop {
         let step = async {
-            let key = key_of(&flags.csi_address).await?;
+            let key = key_of(flags.csi_address.path()).await?;
             if written.is_none_or(|(known, renew)| known != key || renew <= SystemTime::now()) {
                 let (certificate, private) = ask(&client, &flags.cluster, key).await?;
                 let renew = renew(&certificate)?;

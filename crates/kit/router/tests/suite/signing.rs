@@ -98,7 +98,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let rig = Rig::start_with(PoolKind::Dir, &arguments, "info").await;
     let beside = |name: &str, kubeconfig: &Path, to: &str| {
-        let flags = ["node-certificate".into(), format!("--csi-address={}", rig.socket().display())];
+        let flags = ["node-certificate".into(), format!("--csi-address=unix://{}", rig.socket().display())];
         let more = [format!("--kubeconfig={}", kubeconfig.display()), format!("--dir={to}")];
         start(dir.path(), name, &[flags, more].concat())
     };
