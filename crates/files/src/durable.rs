@@ -107,6 +107,21 @@ pub fn rename(from: &Path, to: &Path) -> Result<()> {
     synced
 }
 
+/// Gives a synced file the name `path`, in the same directory: an error with EEXIST where that exists. The old name may stay.
+pub fn name(file: &Path, path: &Path) -> Result<()> {
+    match change::hard_link(file, path) {
+        // The filesystem has no links (FAT): two that come at once may replace each other, whole.
+        Err(error) if matches!(error.errno(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS)) => {
+            match path.symlink_metadata() {
+                Ok(_) => return Err(std::io::Error::from_raw_os_error(libc::EEXIST)).context("create", path),
+                Err(_) => change::rename("create", path, file, path)?,
+            }
+        }
+        linked => linked?,
+    }
+    sync_dir(parent(path))
+}
+
 /// Removes a file, if it is there, durably.
 pub fn remove(path: &Path) -> Result<()> {
     match change::remove_file(path) {
@@ -206,19 +221,7 @@ impl Draft {
     /// Syncs it and names it `path`, in the same directory: an error with EEXIST where that exists.
     pub fn create(self, path: &Path) -> Result<()> {
         change::sync(&self.file, &self.path)?;
-        match change::hard_link(&self.path, path) {
-            // The filesystem has no links (FAT): two that come at once may replace each other, whole.
-            Err(error) if matches!(error.errno(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS)) => {
-                match path.symlink_metadata() {
-                    Ok(_) => {
-                        return Err(std::io::Error::from_raw_os_error(libc::EEXIST)).context("create", path);
-                    }
-                    Err(_) => change::rename("create", path, &self.path, path)?,
-                }
-            }
-            linked => linked?,
-        }
-        sync_dir(parent(path))
+        name(&self.path, path)
     }
 }
 

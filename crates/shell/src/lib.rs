@@ -33,6 +33,11 @@ pub fn plain(text: &str) -> String {
     text.chars().map(escape).collect()
 }
 
+/// The same for text of several lines.
+pub fn plain_lines(text: &str) -> String {
+    text.split('\n').map(plain).collect::<Vec<_>>().join("\n")
+}
+
 /// The commit and its date, from git, in images and what `make build` makes. `cargo build` has none: else each commit would build
 /// everything again.
 const COMMIT: Option<&str> = option_env!("DELTAPATH_COMMIT");
@@ -65,7 +70,7 @@ pub fn end_with(program: &str, done: Result<ExitCode, Box<dyn Error>>, say: impl
 macro_rules! say {
     ($($line:tt)*) => {{
         use std::io::Write as _;
-        let _ = writeln!(std::io::stderr(), $($line)*);
+        let _ = writeln!(std::io::stderr(), "{}", $crate::plain_lines(&format!($($line)*)));
     }};
 }
 
@@ -253,10 +258,20 @@ pub fn count(number: usize, thing: &str) -> String {
     format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
 }
 
+static IS_PRINTING: AtomicBool = AtomicBool::new(false);
+
+/// Whether a result is being printed: its reader may never take it.
+pub fn is_printing() -> bool {
+    IS_PRINTING.load(Ordering::Relaxed)
+}
+
 /// Prints on standard output, at once.
 pub fn print(text: &str) -> io::Result<()> {
+    IS_PRINTING.store(true, Ordering::Relaxed);
     let mut out = io::stdout().lock();
-    printed(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    IS_PRINTING.store(false, Ordering::Relaxed);
+    printed(written)
 }
 
 /// What came of printing on standard output. If its reader has closed it, that is not an error.

@@ -123,6 +123,10 @@ fn start(cli: Cli) -> Result<ExitCode> {
     let started = |error: std::io::Error| refused!("start: {error}");
     // A repository holds whole disks.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
+    // A file that must not grow further (ulimit -f) is an error of the write, and not the end of the process. Threads inherit it.
+    nix::sys::signal::SigSet::from(nix::sys::signal::Signal::SIGXFSZ)
+        .thread_block()
+        .map_err(|error| started(error.into()))?;
     let stop = stop_on_signals().map_err(started)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -161,7 +165,8 @@ fn stop_on_signals() -> std::io::Result<Stop> {
     let stop = Stop::default();
     let asked = stop.clone();
     shell::at_signals(move || {
-        if asked.check().is_err() {
+        // Nor does a reader who does not read hold it up.
+        if asked.check().is_err() || shell::is_printing() {
             std::process::exit(shell::INTERRUPTED.into());
         }
         asked.cancel();
@@ -297,6 +302,7 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
     if let (Some(device), [backup]) = (&arguments.against, arguments.backups.as_slice()) {
         let index = repository.find(backup, volume)?;
         let compared = restore::compare(&repository, &index, device, threads)?;
+        drop(repository);
         context.print(&compared, || {
             let mut text = String::new();
             for range in &compared.differing {
@@ -322,6 +328,7 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
         wanted => Some(wanted.iter().map(ids).collect::<Result<_>>()?),
     };
     let report = verify::verify(&repository, chosen.as_deref(), threads)?;
+    drop(repository);
     context.print(&report, || {
         let mut text = String::new();
         for damage in &report.damage {
@@ -380,6 +387,8 @@ fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
             Listed::Sound(_) => None,
         })
         .collect();
+    // Its lock is not held while a reader takes its time.
+    drop(repository);
     context.print(&listed, || text_of(&listed))?;
     for damaged in &damaged {
         shell::say!("{NAME}: {}", shell::plain(damaged));

@@ -3,6 +3,7 @@
 //! not read the others.
 
 use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -62,7 +63,7 @@ pub trait Disk: Send + Sync + 'static {
 /// Serves until `stop` is set. The socket is made, and removed in the end.
 pub fn serve(disk: impl Disk, socket: &Path, stop: &Stop) -> Result<()> {
     let listener = listen(socket)?;
-    let _gone = Socket(socket.to_owned());
+    let _gone = Socket::of(socket)?;
     files::change::set_mode(socket, 0o600)?;
     listener.set_nonblocking(true).context("listen at", socket)?;
     shell::say!(
@@ -99,11 +100,24 @@ pub fn serve(disk: impl Disk, socket: &Path, stop: &Stop) -> Result<()> {
     Ok(())
 }
 
-struct Socket(PathBuf);
+/// The file of a socket, and which one it is: another process may have its name by now.
+struct Socket(PathBuf, (u64, u64));
+
+impl Socket {
+    fn of(path: &Path) -> Result<Self> {
+        Ok(Socket(path.to_owned(), identity(path).context("look at", path)?))
+    }
+}
+
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    std::fs::symlink_metadata(path).map(|of| (of.dev(), of.ino()))
+}
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        let _ = files::change::remove_file(&self.0);
+        if identity(&self.0).is_ok_and(|there| there == self.1) {
+            let _ = files::change::remove_file(&self.0);
+        }
     }
 }
 

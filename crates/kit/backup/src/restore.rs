@@ -370,6 +370,7 @@ pub fn compare(repository: &Repository, index: &Index, with: &Path, threads: usi
         progress.by(SEGMENT, SEGMENT);
         Ok(())
     })?;
+    device.check_unchanged()?;
     let mut ranges = found.into_inner();
     ranges.sort_unstable_by_key(|range| range.start);
     let mut differing: Vec<Range<u64>> = Vec::new();

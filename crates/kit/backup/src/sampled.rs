@@ -45,9 +45,10 @@ pub fn differs(
         repository.fetch(pieces(*number, &chosen, &packs), &mut |piece, bytes| {
             compare(piece.offset, Some(bytes), bytes.len())
         })?;
-        if let Some(gap) = gap(&segment.extents).filter(|_| zeros) {
-            let offset = u64::from(*number) * SEGMENT + u64::from(gap) * BLOCK;
-            compare(offset, None, BLOCK as usize)?;
+        let start = u64::from(*number) * SEGMENT;
+        let blocks = (index.about.size - start).min(SEGMENT).div_ceil(BLOCK) as u32;
+        for block in gaps(&segment.extents, blocks).into_iter().filter(|_| zeros) {
+            compare(start + u64::from(block) * BLOCK, None, BLOCK as usize)?;
         }
         for offset in found {
             if !other.map_or(Ok(false), |other| holds(repository, other, offset, device))? {
@@ -83,10 +84,37 @@ fn sample(extents: &[Extent]) -> Vec<Extent> {
     chosen.into_iter().filter_map(|place| short(&extents[place])).collect()
 }
 
-/// A block before the first extent or between two, in the middle.
-fn gap(extents: &[Extent]) -> Option<u32> {
+/// Of so many blocks some that no extent has: the first, one in the middle of the middle gap, and the last.
+fn gaps(extents: &[Extent], blocks: u32) -> Vec<u32> {
     let ends = std::iter::once(0).chain(extents.iter().map(Extent::end));
+    let starts = extents.iter().map(|extent| extent.start).chain([blocks]);
     let gaps: Vec<Range<u32>> =
-        ends.zip(extents).map(|(end, next)| end..next.start).filter(|gap| !gap.is_empty()).collect();
-    gaps.get(gaps.len() / 2).map(|gap| gap.start.midpoint(gap.end))
+        ends.zip(starts).map(|(end, next)| end..next).filter(|gap| !gap.is_empty()).collect();
+    let Some((first, last)) = gaps.first().zip(gaps.last()) else { return Vec::new() };
+    let middle = &gaps[gaps.len() / 2];
+    let mut chosen = vec![first.start, middle.start.midpoint(middle.end - 1), last.end - 1];
+    chosen.dedup();
+    chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device that holds data where the backup has zeros is another one, also where all of a segment is zeros.
+    #[test]
+    fn zeros_are_sampled_at_both_ends_and_in_the_middle() {
+        let of = |start: u32, blocks: u32| Extent { start, blocks, pack: 0, chunk: 0, skip: 0 };
+        for (extents, blocks, wanted) in [
+            (vec![], 100, vec![0, 49, 99]),
+            (vec![], 1, vec![0]),
+            (vec![of(0, 100)], 100, vec![]),
+            (vec![of(0, 10)], 100, vec![10, 54, 99]),
+            (vec![of(10, 90)], 100, vec![0, 4, 9]),
+            (vec![of(10, 10), of(30, 10)], 40, vec![0, 24, 29]),
+            (vec![of(1, 98)], 100, vec![0, 99]),
+        ] {
+            assert_eq!(gaps(&extents, blocks), wanted, "{extents:?} of {blocks}");
+        }
+    }
 }

@@ -83,9 +83,17 @@ pub fn of_volume(repository: &Repository, volume: Option<&str>) -> Result<Vec<Pi
     for id in repository.ids()? {
         match repository.index(&id) {
             Ok(index) if volume.is_none_or(|volume| index.about.volume == volume) => {
-                pictures.push(of_backup(repository, &index)?);
+                match of_backup(repository, &index) {
+                    Ok(picture) => pictures.push(picture),
+                    Err(error) if error.is_damage() => {
+                        tracing::warn!("backup {id}: {}; it is left out", base::report(&error));
+                    }
+                    Err(error) => return Err(error),
+                }
             }
             Ok(_) => {}
+            // A prune has removed it meanwhile.
+            Err(error) if error.is_not_found() => {}
             Err(error) if error.is_damage() => tracing::warn!("{}; it is left out", base::report(&error)),
             Err(error) => return Err(error),
         }

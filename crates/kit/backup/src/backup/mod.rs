@@ -72,8 +72,6 @@ enum Ranges {
 enum Not {
     /// A full one can be made.
     Possible(String),
-    /// The snapshot is backed up already.
-    Needed(Box<Index>),
     /// Nothing can.
     Failed(Error),
 }
@@ -92,7 +90,19 @@ impl From<Error> for Not {
 
 /// Makes a backup, and says what was made.
 pub fn run(repository: &Repository, request: &Request) -> Result<Index> {
-    let device = Device::open(&request.source.device)?;
+    let device = Device::open_alone(&request.source.device)?;
+    repository.check_disk()?;
+    if request.wish != Wish::Full
+        && let (Some(_), Some(snapshot)) = (&request.asked, &request.snapshot)
+        && let Some(made) = made_of(repository, &request.source.volume, snapshot)?
+    {
+        let already = format!("snapshot {snapshot} is backed up already, as {}", made.about.id);
+        if request.wish == Wish::Incremental {
+            return Err(refused!("{already}; take a new snapshot"));
+        }
+        shell::say!("cbt-backup: {already}");
+        return Ok(made);
+    }
     let partial = match request.source.resume {
         true => partial::interrupted(repository, request, &device)?,
         false => None,
@@ -114,13 +124,6 @@ pub fn run(repository: &Repository, request: &Request) -> Result<Index> {
                         "no incremental backup can be made: {why}; make a full one, or use `auto`"
                     ));
                 }
-                Err(Not::Needed(made)) if wish == Wish::Auto => {
-                    shell::say!("cbt-backup: {}", already(&made));
-                    return Ok(*made);
-                }
-                Err(Not::Needed(made)) => {
-                    return Err(refused!("{}; take a new snapshot", already(&made)));
-                }
                 Err(Not::Failed(error)) => return Err(error),
             }
         }
@@ -131,11 +134,6 @@ pub fn run(repository: &Repository, request: &Request) -> Result<Index> {
     let partial = partial.filter(|partial| partial.about.kind == Kind::Full);
     let job = full(repository, request, &device, why, partial)?;
     store(repository, request, &device, job)
-}
-
-fn already(made: &Index) -> String {
-    let About { id, snapshot, .. } = &made.about;
-    format!("snapshot {} is backed up already, as {id}", snapshot.as_deref().unwrap_or_default())
 }
 
 fn about(repository: &Repository, request: &Request, kind: Kind, size: u64) -> Result<About> {
@@ -184,7 +182,7 @@ fn full(
         None => (Ranges::File, device.size()),
     };
     fits(device, size)?;
-    let done = partial.filter(|partial| partial.about.size == size);
+    let done = of_size(partial, size);
     Ok(Job {
         about: About { why, ..about(repository, request, Kind::Full, size)? },
         base: None,
@@ -202,9 +200,6 @@ fn incremental(
     let (Some(asked), Some(snapshot)) = (&request.asked, &request.snapshot) else {
         return Err(Not::Possible("no driver to ask what changed: give --endpoint or --namespace".into()));
     };
-    if let Some(made) = made_of(repository, &request.source.volume, snapshot)? {
-        return Err(Not::Needed(Box::new(made)));
-    }
     let base = base_of(repository, request, partial.as_ref())?;
     let Some(handle) = &base.about.snapshot else {
         return Err(Not::Possible(format!("backup {} has no snapshot handle", base.about.id)));
@@ -237,9 +232,20 @@ fn incremental(
     }
     fits(device, size)?;
     let base_id = Some(base.about.id.clone());
-    let done = partial.filter(|partial| partial.about.base == base_id && partial.about.size == size);
+    let done = of_size(partial.filter(|partial| partial.about.base == base_id), size);
     let about = About { base: base_id, ..about(repository, request, Kind::Incremental, size)? };
     Ok(Job { about, base: Some(base), ranges: Ranges::Stream(Box::new(blocks)), done })
+}
+
+/// What was interrupted, where the volume has the same size.
+fn of_size(partial: Option<Partial>, size: u64) -> Option<Partial> {
+    let partial = partial?;
+    let About { id, size: had, .. } = &partial.about;
+    if *had != size {
+        tracing::warn!("partial/{id} is not resumed: the volume had {had} bytes, and has {size}");
+        return None;
+    }
+    Some(partial)
 }
 
 /// A sound backup of a snapshot, also where others came after it.
@@ -265,26 +271,31 @@ fn made_of(repository: &Repository, volume: &str, snapshot: &str) -> Result<Opti
 /// The backup that an incremental one is made over: of the snapshot that is named, or the last one of the volume.
 fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>) -> Result<Index, Not> {
     let mut damaged = None;
-    for id in repository.ids()?.iter().rev() {
-        let index = match repository.index(id) {
-            Ok(index) => index,
-            Err(error) if error.is_damage() => {
+    let base = repository.last(
+        |index| {
+            let About { id, volume, snapshot, .. } = &index.about;
+            let of_partial = partial.is_none_or(|partial| partial.about.base.as_ref() == Some(id));
+            let of_base = request.base.is_none() || *snapshot == request.base;
+            (*volume == request.source.volume && of_base && of_partial).then_some(index)
+        },
+        |error| match error.is_damage() {
+            true => {
                 damaged.get_or_insert(base::report(&error));
-                continue;
+                Ok(())
             }
-            Err(error) => return Err(Not::Failed(error)),
-        };
-        let of_partial = partial.is_none_or(|partial| partial.about.base.as_ref() == Some(id));
-        let of_base = request.base.is_none() || index.about.snapshot == request.base;
-        if index.about.volume == request.source.volume && of_base && of_partial {
-            return match repository.known_damage(id)? {
-                Some(what) => Err(Not::Possible(format!("the last backup, {id}, is damaged: {what}"))),
-                None => {
-                    repository.check_packs(&index.packs, id)?;
-                    Ok(index)
-                }
-            };
+            false => Err(error),
+        },
+    );
+    if let Some(index) = base? {
+        let id = &index.about.id;
+        if let Some(what) = repository.known_damage(id)? {
+            return Err(Not::Possible(format!("the last backup, {id}, is damaged: {what}")));
         }
+        repository.check_packs(&index.packs, id)?;
+        return Ok(index);
+    }
+    if let Some(base) = partial.and_then(|partial| partial.about.base.as_ref()) {
+        return Err(Not::Possible(format!("{base}, on which the interrupted backup is based, is gone")));
     }
     Err(Not::Possible(match (damaged, &request.base) {
         (Some(damaged), _) => damaged,

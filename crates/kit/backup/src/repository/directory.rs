@@ -11,7 +11,9 @@ use object_store::ObjectMeta;
 
 use crate::error::{Error, Result, refused};
 
-pub fn walk(dir: &Path, name: &str, depth: usize, found: &mut Vec<(String, Metadata)>) -> Result<()> {
+/// Adds what is in a directory and is not a directory; with `shelves` also what is in those of its directories in which packs lie.
+/// Any other directory is somebody else's, such as the `lost+found` of a disk, which only root may list.
+pub fn walk(dir: &Path, name: &str, shelves: bool, found: &mut Vec<(String, Metadata)>) -> Result<()> {
     let path = dir.join(name);
     let entries = match path.read_dir() {
         // What a link at the top names is on another disk, and that it is not there does not mean that there is nothing.
@@ -27,11 +29,11 @@ pub fn walk(dir: &Path, name: &str, depth: usize, found: &mut Vec<(String, Metad
     for entry in entries {
         let entry = entry.context("list", &path)?;
         // Ours are letters and digits, and others may have any bytes.
-        let Some(name) = Path::new(name).join(entry.file_name()).to_str().map(str::to_owned) else {
-            continue;
-        };
+        let file_name = entry.file_name();
+        let Some(name) = Path::new(name).join(&file_name).to_str().map(str::to_owned) else { continue };
+        let is_shelf = shelves && file_name.to_str().is_some_and(|name| super::are_digits(name, 2));
         match entry.metadata() {
-            Ok(of) if of.is_dir() && depth > 0 => walk(dir, &name, depth - 1, found)?,
+            Ok(of) if of.is_dir() && is_shelf => walk(dir, &name, false, found)?,
             Ok(of) if of.is_dir() => {}
             Ok(of) => found.push((name, of)),
             // Removed meanwhile.

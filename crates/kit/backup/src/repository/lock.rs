@@ -79,7 +79,8 @@ impl Holder {
         // What runs and may not be looked at is there.
         is_here
             && (nix::sys::signal::kill(pid, None) == Err(nix::errno::Errno::ESRCH)
-                || started(self.pid).is_some_and(|started| started != began))
+                || started(self.pid).is_some_and(|started| started != began)
+                || state(self.pid).is_some_and(|state| state == "Z"))
     }
 }
 
@@ -89,10 +90,19 @@ fn place() -> Option<String> {
     Some(format!("{} {}", boot.trim(), namespace.display()))
 }
 
-fn started(pid: u32) -> Option<u64> {
+/// The fields of a process in proc(5), from its state on. The name before them, in parentheses, may hold anything.
+fn stat(pid: u32, field: usize) -> Option<String> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may hold anything; behind it this is the twentieth field.
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    stat.rsplit_once(')')?.1.split_whitespace().nth(field).map(str::to_owned)
+}
+
+fn started(pid: u32) -> Option<u64> {
+    stat(pid, 19)?.parse().ok()
+}
+
+/// "Z": it has ended, and its parent has not asked how.
+fn state(pid: u32) -> Option<String> {
+    stat(pid, 0)
 }
 
 /// How the lock was lost, once it is. A clone of it tells why a command was stopped.
@@ -464,6 +474,22 @@ impl Drop for ObjectLock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A shell in a container may never ask how its child has ended.
+    #[test]
+    fn a_process_that_has_ended_and_is_not_waited_for_is_gone() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let wanted =
+            Wanted { mode: Mode::Exclusive, command: "prune", wait: Duration::ZERO, is_reader: false };
+        let holder = Holder { pid: child.id(), started: started(child.id()), ..Holder::new(&wanted) };
+        assert!(!holder.is_gone());
+        child.kill().expect("kill");
+        while state(child.id()).is_none_or(|state| state != "Z") {
+            std::thread::yield_now();
+        }
+        assert!(holder.is_gone());
+        child.wait().expect("wait");
+    }
 
     #[test]
     fn a_filesystem_without_locks_can_be_read() {

@@ -47,6 +47,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use base::Stop;
+use files::Context;
+use object_store::ObjectMeta;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
@@ -69,6 +71,8 @@ const CONFIG: &str = "repository";
 const MAX_INDEX: usize = 256 << 20;
 /// Bytes of any other object that is not a pack.
 const MAX_NOTE: usize = 1 << 20;
+/// Indexes that are read at once to find the last of a volume.
+const AT_ONCE: usize = 64;
 /// Objects that are removed between two looks at the lock.
 const REMOVED: usize = 100;
 
@@ -131,7 +135,9 @@ impl Repository {
         }
         Err(Error::refused(match error.is_not_found() {
             true => {
-                format!("{url} is not a repository of cbt-backup: the first backup makes one, in an empty place")
+                format!(
+                    "{url} is not a repository of cbt-backup: the first backup makes one, in an empty place"
+                )
             }
             false => format!(
                 "{url} is not a repository of cbt-backup, and {}: name an empty place, where the first backup makes one",
@@ -154,10 +160,17 @@ impl Repository {
         if let Err(error) = repository.config()
             && error.is_damage()
         {
-            // The root of an ext4 is empty.
-            let is_other = |name: &String| name != "lock" && name != "lost+found";
+            // The root of an ext4 is empty, and other disks may be mounted where objects are to be.
+            let is_own = |name: &String| ["lock", "lost+found"].contains(&name.as_str());
+            let mut others = repository.store.top()?;
+            others.retain(|name| !is_own(name));
+            for top in ["packs", "backups", "partial", "damaged"] {
+                if others.iter().any(|name| name == top) && repository.store.list(top)?.is_empty() {
+                    others.retain(|name| name != top);
+                }
+            }
             if repository.ids()?.is_empty()
-                && let Some(first) = repository.store.top()?.into_iter().find(is_other)
+                && let Some(first) = others.first()
             {
                 return Err(refused!(
                     "{url} is not a repository and not empty: it holds {first}; name an empty place"
@@ -242,13 +255,44 @@ impl Repository {
         decode(&name, self.store.get(&name, MAX_INDEX))
     }
 
-    /// What `take` makes of all indexes, the oldest first. They are read many at once, and it must not read more.
+    /// What `take` makes of all indexes, the oldest first. They are read many at once, and it must not read more. One that a prune
+    /// removes meanwhile is none: a reader may have no lock.
     pub fn each_index<T>(&self, take: impl Fn(&str, Result<Index>) -> T) -> Result<Vec<T>> {
-        let objects = self.store.list("backups")?;
-        self.store.get_each(&objects, MAX_INDEX, |object, bytes| {
+        self.some_indexes(&self.store.list("backups")?, take)
+    }
+
+    fn some_indexes<T>(
+        &self,
+        objects: &[ObjectMeta],
+        take: impl Fn(&str, Result<Index>) -> T,
+    ) -> Result<Vec<T>> {
+        let taken = self.store.get_each(objects, MAX_INDEX, |object, bytes| {
             let id = object.location.filename().unwrap_or_default();
-            take(id, decode(object.location.as_ref(), bytes))
-        })
+            let is_gone = matches!(&bytes, Err(error) if error.is_not_found());
+            (!is_gone).then(|| take(id, decode(object.location.as_ref(), bytes)))
+        })?;
+        Ok(taken.into_iter().flatten().collect())
+    }
+
+    /// What `take` makes of the latest index of which it makes anything. `skip` has the errors of later ones, and may make an end.
+    pub fn last<T>(
+        &self,
+        take: impl Fn(Index) -> Option<T>,
+        mut skip: impl FnMut(Error) -> Result<()>,
+    ) -> Result<Option<T>> {
+        let objects = self.store.list("backups")?;
+        // Mostly it is the very last. Of the others many are read at once.
+        let (others, last) = objects.split_at(objects.len().saturating_sub(1));
+        for some in std::iter::once(last).chain(others.rchunks(AT_ONCE)) {
+            for found in self.some_indexes(some, |_, index| index.map(&take))?.into_iter().rev() {
+                match found {
+                    Ok(Some(found)) => return Ok(Some(found)),
+                    Ok(None) => {}
+                    Err(error) => skip(error)?,
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// The backup that a person means: an id, the beginning of one, or `latest`, of one volume or of all.
@@ -256,18 +300,22 @@ impl Repository {
         if wanted != "latest" {
             return self.index(&self.named(wanted)?);
         }
-        for id in self.ids()?.iter().rev() {
-            match (self.index(id), volume) {
-                (Ok(index), _) if volume.is_none_or(|volume| index.about.volume == volume) => {
-                    return Ok(index);
+        let is_it = |index: &Index| volume.is_none_or(|volume| index.about.volume == volume);
+        let last = self.last(
+            |index| is_it(&index).then_some(index),
+            |error| match volume {
+                Some(volume) if error.is_damage() => {
+                    tracing::warn!(
+                        "{}; it is left out, and may be a later backup of {volume} than the one that is taken",
+                        base::report(&error)
+                    );
+                    Ok(())
                 }
-                (Ok(_), _) => {}
-                (Err(error), Some(volume)) if error.is_damage() => tracing::warn!(
-                    "{}; it is left out, and may be a later backup of {volume} than the one that is taken",
-                    base::report(&error)
-                ),
-                (Err(error), _) => return Err(error),
-            }
+                _ => Err(error),
+            },
+        )?;
+        if let Some(index) = last {
+            return Ok(index);
         }
         let of = volume.map(|volume| format!(" of {volume}")).unwrap_or_default();
         Err(refused!("there is no backup{of} yet"))
@@ -318,6 +366,25 @@ impl Repository {
         }
     }
 
+    /// An error where the directory of packs is empty, and backups need some: another disk may have to be mounted there.
+    pub fn check_disk(&self) -> Result<()> {
+        let Some(packs) = self.store.dir().map(|dir| dir.join("packs")).filter(|packs| packs.is_dir()) else {
+            return Ok(());
+        };
+        let is_shelf =
+            |entry: std::fs::DirEntry| entry.file_name().to_str().is_some_and(|name| are_digits(name, 2));
+        let is_empty = !packs.read_dir().context("list", &packs)?.flatten().any(is_shelf);
+        let needs_some = || self.each_index(|_, index| index.is_ok_and(|index| !index.packs.is_empty()));
+        if is_empty && needs_some()?.contains(&true) {
+            return Err(refused!(
+                "{0} is empty, and there are backups that need packs: if it is on another disk, mount that disk. If the packs are \
+                 lost, remove the empty directory {0} and run the command again",
+                packs.display()
+            ));
+        }
+        Ok(())
+    }
+
     /// An error where a pack of a backup, or of a part of one, is not there in its length.
     pub fn check_packs(&self, packs: &[PackRef], id: &str) -> Result<()> {
         let there: HashMap<String, u64> = self
@@ -354,11 +421,13 @@ fn decode(name: &str, bytes: Result<Vec<u8>>) -> Result<Index> {
     }
 }
 
+/// Whether a text is so many hexadecimal digits.
+fn are_digits(text: &str, count: usize) -> bool {
+    text.len() == count && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 /// Whether this is the name of an object of ours. Any other in the directory, or in the bucket, is somebody else's.
 fn is_ours(name: &str) -> bool {
-    let are_digits = |text: &str, count: usize| {
-        text.len() == count && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-    };
     let is_id = |id: &str| {
         time_of(id).is_some() && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
     };

@@ -94,6 +94,7 @@ pub fn prune(repository: &Repository, rules: &PruneArguments) -> Result<Pruned> 
             backups.display()
         ));
     }
+    repository.check_disk()?;
     if rules.dry_run {
         if damaged.is_empty() {
             pruned.freed =
@@ -120,9 +121,17 @@ pub fn prune(repository: &Repository, rules: &PruneArguments) -> Result<Pruned> 
     loop {
         repository.store.stop().check()?;
         pruned.freed += sweep(repository, rules, &pruned.kept)?;
-        match repack(repository, &pruned.kept, rules.max_unused.into(), &mut left)? {
-            Some(moved) => pruned.moved += moved,
-            None => return Ok(pruned),
+        match repack(repository, &pruned.kept, rules.max_unused.into(), &mut left) {
+            Ok(Some(moved)) => pruned.moved += moved,
+            Ok(None) => return Ok(pruned),
+            Err(error) if error.is_damage() => {
+                tracing::warn!(
+                    "{}: run `cbt-backup verify`; unused parts of packs stay until then",
+                    base::report(&error)
+                );
+                return Ok(pruned);
+            }
+            Err(error) => return Err(error),
         }
     }
 }
@@ -361,13 +370,7 @@ fn mark(
         }
         uses.maps.entry(map.id).or_insert_with(|| Use::new(map)).mark(of.chunk);
         let mut packs = Packs::default();
-        let segment = repository.segment(index, of, &mut packs).map_err(|error| match error.is_damage() {
-            true => refused!(
-                "{}: run `cbt-backup verify`; unused parts of packs stay until then",
-                base::report(&error)
-            ),
-            false => error,
-        })?;
+        let segment = repository.segment(index, of, &mut packs)?;
         for extent in &segment.extents {
             let pack = *packs.get(extent.pack);
             if extent.chunk >= pack.rows {

@@ -77,6 +77,10 @@ impl Store {
                         .into(),
                 ));
             }
+            if let Some(token) = builder.get_config_value(&Key::WebIdentityTokenFile).filter(|_| is_signed) {
+                // It is read by a thread that no signal ends.
+                crate::device::no_wait(Path::new(&token))?;
+            }
             let s3 = builder.build().map_err(|error| wrong(error.to_string()))?;
             if is_signed {
                 let found = wait(runtime, stop, s3.credentials().get_credential())?;
@@ -140,6 +144,12 @@ impl Store {
     /// there all the same they are of a try whose answer was lost.
     pub fn create(&self, name: &str, bytes: Vec<u8>) -> Result<bool> {
         self.check(name, false)?;
+        if let Some(dir) = &self.dir {
+            let (dir, path) = (dir.clone(), dir.join(name));
+            let made = self.runtime.spawn_blocking(move || create_file(&dir, &path, &bytes));
+            let made = self.runtime.block_on(self.in_time(made))?;
+            return made.map_err(|error| refused!("write {name}: {error}"))?;
+        }
         let bytes = Bytes::from(bytes);
         let path = Name::from(name);
         let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
@@ -345,23 +355,25 @@ impl Store {
         Ok(found)
     }
 
-    /// Everything in a directory at the top, and in directories in it, that is not a directory; of no name, what lies at the top.
+    /// All files in a directory at the top, and in the directories of packs in it; of no name, what lies at the top.
     pub fn files(&self, top: &str) -> Result<Vec<(String, Metadata)>> {
         let Some(dir) = self.dir.clone() else { return Ok(Vec::new()) };
         let top = top.to_owned();
         let walked = self.wait(self.runtime.spawn_blocking(move || {
             let mut found = Vec::new();
-            walk(&dir, &top, usize::from(!top.is_empty()), &mut found).map(|()| found)
+            walk(&dir, &top, top == "packs", &mut found).map(|()| found)
         }))?;
         walked.map_err(|error| refused!("list: {error}"))?
     }
 
-    /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into.
+    /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into. What a bucket's
+    /// console makes to show a folder is an object without a name, and not listed.
     pub fn top(&self) -> Result<Vec<String>> {
         let listed = self.wait(self.inner.list_with_delimiter(None))?;
         let listed = listed.map_err(failed("list", &Name::default()))?;
         let objects = listed.objects.into_iter().map(|object| object.location);
-        Ok(listed.common_prefixes.into_iter().chain(objects).map(|name| name.to_string()).collect())
+        let names = listed.common_prefixes.into_iter().chain(objects).map(|name| name.to_string());
+        Ok(names.filter(|name| !name.is_empty()).collect())
     }
 
     /// Removes objects; one that is gone already is not an error.
@@ -427,6 +439,19 @@ fn write_large(dir: &Path, path: &Path, parts: &[Bytes]) -> Result<()> {
         return Err(error);
     }
     Ok(durable::replace_by(&draft, path)?)
+}
+
+/// Makes a file as one step; `false` where it is there.
+fn create_file(dir: &Path, path: &Path, bytes: &[u8]) -> Result<bool> {
+    let (draft, file) = create_draft(dir, path)?;
+    let written = change::write(&file, &draft, bytes).and_then(|()| change::sync(&file, &draft));
+    let made = written.and_then(|()| durable::name(&draft, path));
+    // Gone where it was renamed.
+    let _ = change::remove_file(&draft);
+    match made {
+        Err(error) if error.errno() == Some(nix::libc::EEXIST) => Ok(false),
+        made => Ok(made.map(|()| true)?),
+    }
 }
 
 /// A new file NAME#NUMBER: packs of the same content, which has one name, may be written at once.

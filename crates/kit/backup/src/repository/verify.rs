@@ -219,9 +219,11 @@ fn others(
     report.note(repository.config().map(drop))?;
     for object in repository.store.list("damaged")? {
         let name = object.location.to_string();
-        let note =
-            repository.store.get(&name, MAX_NOTE).and_then(|bytes| index::open::<String>(&bytes, &name));
-        report.note(note.map(drop))?;
+        match repository.store.get(&name, MAX_NOTE).and_then(|bytes| index::open::<String>(&bytes, &name)) {
+            // Another verify has found that the backup is sound again.
+            Err(error) if error.is_not_found() => {}
+            note => report.note(note.map(drop))?,
+        }
     }
     for (_, partial) in repository.partials()? {
         match partial {

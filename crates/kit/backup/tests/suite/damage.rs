@@ -120,6 +120,36 @@ fn damage_is_reported_by_backup_and_bytes_and_a_full_backup_follows() {
     assert_eq!(driver.back_up(&place, "auto", "four")["kind"], "incremental");
 }
 
+/// What is asked for of one volume, or of all that is sound, is done; the damage is named.
+#[test]
+fn a_damaged_map_of_a_backup_stops_no_prune_and_no_picture() {
+    let (place, _driver, [(first, _), (second, _)]) = two();
+    // The map of the second backup, which is not the largest thing in the repository.
+    let maps = |id: &str| -> Vec<std::path::PathBuf> {
+        let before: Vec<_> =
+            place.objects().into_iter().filter(|path| path.to_string_lossy().contains("/packs/")).collect();
+        let copy = place.copy();
+        copy.ok(&["prune", "--remove", id]);
+        let left: Vec<_> =
+            copy.objects().into_iter().filter_map(|path| Some(path.file_name()?.to_owned())).collect();
+        before
+            .into_iter()
+            .filter(|path| !left.contains(&path.file_name().expect("a name").to_owned()))
+            .collect()
+    };
+    let own = maps(&second);
+    assert!(!own.is_empty());
+    for path in &own {
+        std::fs::remove_file(path).expect("remove");
+    }
+    let shown = place.run(&["show", "--volume", "v"]);
+    let said = ended(0, &shown);
+    assert!(said.contains(&second) && said.contains("left out"), "{said}");
+    assert!(text(&shown.stdout).contains(&first[..16]), "{}", text(&shown.stdout));
+    let said = ended(0, &place.run(&["prune", "--keep-last", "2"]));
+    assert!(said.contains("run `cbt-backup verify`"), "{said}");
+}
+
 #[test]
 fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
     let (place, driver, [(first, _), (second, image)]) = two();

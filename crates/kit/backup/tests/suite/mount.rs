@@ -91,7 +91,13 @@ fn nbd_clients_read_a_backup() {
     running.0.kill().expect("kill");
     running.0.wait().expect("wait");
     assert!(socket.exists());
-    drop(serve(&place, "512"));
+    let (mut running, socket) = serve(&place, "512");
+    // Its socket has another name now, and another server has the name: that one's stays.
+    std::fs::rename(&socket, place.path("moved.sock")).expect("rename");
+    let (_other, socket) = serve(&place, "512");
+    running.signal(Signal::SIGTERM);
+    assert!(running.0.wait().expect("wait").success());
+    assert!(socket.exists());
 }
 
 /// A backup of 8 TiB that holds next to nothing: clients learn where, and read no more.

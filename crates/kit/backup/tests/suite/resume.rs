@@ -242,6 +242,24 @@ fn an_image_that_changes_while_it_is_read_makes_no_backup() {
     assert_eq!(place.partials(), 0, "what was read is of no use");
 }
 
+/// Nor is it equal to one, whatever the bytes were that were read.
+#[test]
+fn an_image_that_changes_while_it_is_compared_is_not_equal() {
+    let (place, ..) = Place::with_backup(2 * MIB);
+    let (file, is_over) = (writable(&place.image()), std::sync::atomic::AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                file.write_all_at(&[0], 2 * MIB - 1).expect("write");
+            }
+        });
+        let compared = place.run(&["verify", "latest", "--against", arg(&place.image())]);
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        let said = ended(1, &compared);
+        assert!(said.contains("changed while it was read"), "{said}");
+    });
+}
+
 /// Two answers about one delta: the second does not list what is done.
 #[test]
 fn what_is_done_and_not_listed_again_is_kept_once() {

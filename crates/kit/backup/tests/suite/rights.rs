@@ -161,9 +161,13 @@ fn what_is_not_the_tools_own_is_left_alone() {
     set_mode(&place.image(), 0o644);
     std::fs::create_dir(place.repository()).expect("mkdir");
     std::os::unix::fs::chown(place.repository(), Some(NOBODY), Some(NOBODY)).expect("chown");
-    let lost = place.repository().join("lost+found");
-    std::fs::create_dir(&lost).expect("mkdir");
-    set_mode(&lost, 0o700);
+    // So do those of the disks on which its directories may lie.
+    for dir in ["", "packs", "backups", "partial", "damaged"] {
+        let dir = place.repository().join(dir);
+        std::fs::create_dir_all(dir.join("lost+found")).expect("mkdir");
+        std::os::unix::fs::chown(&dir, Some(NOBODY), Some(NOBODY)).expect("chown");
+        set_mode(&dir.join("lost+found"), 0o700);
+    }
     for round in 0..2 {
         image.write(&place.open_image(SIZE), 7 + round, 90, round).expect("write");
         ended(0, &place.backup("full", &[]).uid(NOBODY).gid(NOBODY).output().expect("run as nobody"));
@@ -194,8 +198,9 @@ fn a_prune_that_cannot_look_removes_nothing() {
     for path in walk(&place.repository()) {
         std::os::unix::fs::chown(&path, Some(NOBODY), Some(NOBODY)).expect("chown");
     }
-    let foreign = place.repository().join("packs/zz");
-    std::fs::create_dir(&foreign).expect("mkdir");
+    let foreign = place.repository().join("packs/00");
+    std::fs::create_dir_all(&foreign).expect("mkdir");
+    std::os::unix::fs::chown(&foreign, Some(0), Some(0)).expect("chown");
     set_mode(&foreign, 0o700);
     let said = ended(1, &as_nobody(&place, &["prune", "--keep-last", "1"]));
     assert!(said.contains("packs"), "{said}");

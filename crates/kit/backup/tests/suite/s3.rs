@@ -238,6 +238,16 @@ fn a_thousand_backups_are_read_many_at_once() {
     assert_eq!(listed.len(), 1000);
     assert!(listed.is_sorted());
     assert!(proxy.seen() < 1020, "{} requests", proxy.seen());
+    // The last one of a volume, of which there is none here: first the very last is read, then many at once.
+    proxy.next("GET", "/backups/20300101T000000.935Z", Fault::Hold);
+    let to = bucket.place.path("restored");
+    let restore = ["restore", "latest", "--volume", "rare", "--to", arg(&to)];
+    std::thread::scope(|scope| {
+        let restored = scope.spawn(|| bucket.place.fails(1, &restore));
+        proxy.wait_waiting(32);
+        proxy.open();
+        assert!(restored.join().expect("no panic").contains("there is no backup of rare"));
+    });
 }
 
 /// A server that does not answer.
@@ -367,6 +377,51 @@ fn a_list_that_leads_to_itself_ends() {
     let said = text(&running.output().stderr);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("is followed by itself"), "{said}");
+}
+
+/// A bucket's console makes an object whose name ends with a slash, to show a folder: the place is still empty.
+#[test]
+fn a_folder_in_a_bucket_is_an_empty_place() {
+    let place = hostile(|head, client| {
+        let list = |keys: &str| {
+            let body = format!(
+                "<?xml version=\"1.0\"?><ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount>\
+                 <IsTruncated>false</IsTruncated>{keys}</ListBucketResult>"
+            );
+            (200, body)
+        };
+        let folder = "<Contents><Key>some/prefix/</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>\
+                      <ETag>e</ETag><Size>0</Size></Contents>";
+        let (code, body) = match head {
+            head if head.contains("list-type=2") && head.contains("delimiter") => list(folder),
+            head if head.contains("list-type=2") => list(""),
+            head if head.starts_with("PUT") => (403, String::new()),
+            _ => (404, String::new()),
+        };
+        write!(client, "HTTP/1.1 {code} it\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+    });
+    place.open_image(MIB);
+    let said = place.fails(1, &["full", "--volume", "v", "--device", arg(&place.image())]);
+    assert!(said.contains("write repository") && !said.contains("not empty"), "{said}");
+}
+
+/// The file of a token is read by a thread that no signal ends.
+#[test]
+fn a_token_file_that_is_no_file_holds_nobody_up() {
+    let mut place = Place::new();
+    let fifo = place.path("token");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).expect("mkfifo");
+    place.url = Some("s3://bucket/prefix".into());
+    place.environment = vec![
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", arg(&fifo).to_owned()),
+        ("AWS_ROLE_ARN", "arn:aws:iam::1:role/r".into()),
+        ("AWS_REGION", "us-east-1".into()),
+    ];
+    let mut running = Running::start(place.command(&["list"]));
+    let code = running.ends_within(Duration::from_secs(10));
+    let _ = running.0.kill();
+    let said = text(&running.output().stderr);
+    assert!(code == Some(1) && said.contains("neither a block device nor a file"), "{said}");
 }
 
 #[test]

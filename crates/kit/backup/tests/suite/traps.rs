@@ -96,6 +96,91 @@ fn a_prune_without_the_disk_of_the_backups_removes_nothing() {
     assert_eq!(self::packs(&place), 0);
 }
 
+/// Nothing is removed, and no backup is written to the disk below.
+#[test]
+fn an_empty_mount_point_for_packs_is_no_loss_of_them() {
+    let (place, id, image) = Place::with_backup(SIZE);
+    place.full();
+    let (packs, unmounted) = (place.repository().join("packs"), place.path("unmounted"));
+    std::fs::rename(&packs, &unmounted).expect("rename");
+    std::fs::create_dir_all(packs.join("lost+found")).expect("mkdir");
+    let lines = ["prune --keep-last 1", "prune --keep-last 1 --dry-run", "full --volume v --device @/image"];
+    says(&place, 1, "mount that disk", &lines);
+    assert_eq!(place.list().len(), 2);
+    std::fs::remove_dir_all(&packs).expect("remove");
+    std::fs::rename(&unmounted, &packs).expect("rename");
+    place.restores(&id, &image, SIZE);
+    // Where they are lost, and not away, a full backup begins anew.
+    std::fs::remove_dir_all(&packs).expect("remove");
+    let backup = place.full();
+    place.ok(&["prune", "--keep-last", "1"]);
+    place.ok(&["verify"]);
+    place.restores(&backup, &image, SIZE);
+}
+
+/// What is written and what is read at once would be a mixture.
+#[test]
+fn a_device_that_is_being_restored_is_not_backed_up() {
+    let place = Place::new();
+    place.written(SIZE, 7, 90, 1);
+    let restored = place.open_image(SIZE);
+    restored.lock().expect("lock");
+    says(&place, 1, "another cbt-backup works on", &["full --volume v --device @/image"]);
+    restored.unlock().expect("unlock");
+    place.full();
+}
+
+/// A reader takes its time, or is gone and the pipe is still open.
+#[test]
+fn a_reader_of_results_that_stops_holds_nothing_up() {
+    let (place, _, _) = Place::with_backup(SIZE);
+    for command in ["list", "verify", "show"] {
+        let (_reader, mut writer) = std::io::pipe().expect("a pipe");
+        // It is full from the beginning.
+        nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).expect("a small pipe");
+        std::io::Write::write_all(&mut writer, &[b'x'; 4096]).expect("write");
+        let mut running = Running(place.command(&[command]).stdout(writer).spawn().expect("start"));
+        testkit::until_caught(running.0.id());
+        // The repository is free as soon as there is nothing left but to print.
+        testkit::until("a prune", || place.run(&["prune", "--keep-last", "1"]).status.success());
+        running.signal(nix::sys::signal::Signal::SIGTERM);
+        assert_eq!(running.ends_within(Duration::from_secs(5)), Some(130), "{command}");
+    }
+}
+
+/// `ulimit -f`, or a quota of a service manager.
+#[test]
+fn a_limit_of_file_sizes_is_an_error() {
+    let (place, id, _) = Place::with_backup(SIZE);
+    let to = place.path("restored");
+    let restore = place.command(&["restore", &id, "--to", arg(&to)]);
+    let mut limited = std::process::Command::new("bash");
+    limited
+        .args(["-c", "ulimit -f 64; exec \"$@\"", "bash"])
+        .arg(restore.get_program())
+        .args(restore.get_args());
+    let said = crate::tool::fails(1, limited);
+    assert!(said.contains("File too large"), "{said}");
+    let left = place.dir.path().read_dir().expect("list").flatten();
+    let left: Vec<_> = left
+        .map(|entry| entry.file_name())
+        .filter(|name| name.to_string_lossy().contains("restored"))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// A terminal would act on it.
+#[test]
+fn a_path_is_shown_as_text() {
+    let (place, _, _) = Place::with_backup(SIZE);
+    let socket = place.path("a\u{1b}[2J.sock");
+    let running = Running::start(place.command(&["mount", "latest", "--socket", arg(&socket)]));
+    testkit::until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+    running.signal(nix::sys::signal::Signal::SIGTERM);
+    let said = text(&running.output().stderr);
+    assert!(said.contains("a\\u{1b}[2J.sock") && !said.contains('\u{1b}'), "{said}");
+}
+
 fn image_is_backed_up_again(place: &Place, image: &Image) {
     let backup = place.full();
     let pruned = place.ok(&["prune", "--keep-last", "1"]);

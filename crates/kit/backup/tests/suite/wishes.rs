@@ -78,6 +78,24 @@ fn a_snapshot_that_is_backed_up_already_is_no_failure_of_auto() {
     assert_eq!(place.ok(&world.back_up("auto", "two", &[]))["kind"], "full");
 }
 
+/// A pod that is killed after its backup is made has one in its place, which resumes.
+#[test]
+fn a_backup_that_is_made_is_not_made_again_by_resume() {
+    let world = World::new();
+    let place = &world.place;
+    world.is_interrupted();
+    let kept = place.copy();
+    let made = place.ok(&world.back_up("full", "two", &["--resume"]));
+    // It was killed before it had removed what it continued.
+    std::fs::rename(kept.repository().join("partial"), place.path("partial")).expect("rename");
+    let _ = std::fs::remove_dir(place.repository().join("partial"));
+    std::fs::rename(place.path("partial"), place.repository().join("partial")).expect("rename");
+    let count = place.list().len();
+    let said = ended(0, &place.run(&world.back_up("auto", "two", &["--resume"])));
+    assert!(said.contains(&format!("backed up already, as {}", id(&made))), "{said}");
+    assert_eq!(place.list().len(), count);
+}
+
 impl World {
     /// A full backup of `two` is interrupted after its first segment, which has 12 MB.
     fn is_interrupted(&self) {
