@@ -2,8 +2,9 @@
 # Measures deltapath on btrfs and xfs, and each driver of PEERS, by one workload, one after the other, and prints one table:
 # PEERS="NAME=SOCKET[,DIR] ..." RUNS=3 hack/bench-peers.sh. A driver whose GetCapacity does not tell what it takes is measured by
 # what the filesystem of DIR, where it stores, has left. A peer's wrong answers are in the table; ours fail the run.
-source "$(dirname "$0")/lib.sh"
 set -euo pipefail
+# shellcheck source=hack/lib.sh
+. "$(dirname "$0")/lib.sh"
 cd "$root"
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/deltapath-peers-XXXXXX")

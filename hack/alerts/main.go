@@ -211,7 +211,7 @@ func render(file string) ([]rule, error) {
 	// Of Helm's functions the alerts call none, but the rest of the file does.
 	unused := func(...any) string { return "" }
 	functions := template.FuncMap{}
-	for _, name := range []string{"append", "dict", "include", "list", "nindent", "set", "toYaml"} {
+	for _, name := range []string{"append", "dict", "include", "list", "nindent", "quote", "set", "toYaml"} {
 		functions[name] = unused
 	}
 	chart, err := template.New(file).Funcs(functions).Parse(string(text))

@@ -27,7 +27,7 @@ const SECTIONS: [&str; 9] = [
 ];
 
 /// Flags in the prose of pages that other programs and scripts have, or that are hidden.
-const OF_OTHERS: [&str; 27] = [
+const OF_OTHERS: [&str; 28] = [
     "--api-versions",
     "--bench",
     "--chart",
@@ -55,6 +55,7 @@ const OF_OTHERS: [&str; 27] = [
     "--strict-topology",
     "--take-ownership",
     "--version",
+    "--workspace",
 ];
 
 fn help(program: &str, subcommand: &str) -> String {

@@ -112,7 +112,7 @@ async fn wrong_requests_are_refused_as_the_spec_has_it() {
         CreateSnapshotRequest { name: "n".into(), source_volume_id: "one".into(), ..Default::default() };
     for (key, value, part) in [
         ("ranges", "0+2Mi", "capacity"),
-        ("changes", "many", "no number"),
+        ("changes", "many", "not a number"),
         ("size", "1", "changes or ranges"),
     ] {
         request.parameters = HashMap::from([(key.to_owned(), value.to_owned())]);

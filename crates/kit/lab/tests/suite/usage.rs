@@ -41,7 +41,7 @@ fn what_cannot_run_as_root_says_so_and_exits_with_2() {
         (&["--staging-dir", deep], "--staging-dir"),
         (&["--target-dir", deep], "--target-dir"),
         (&["--secrets", "/no/such/file"], "/no/such/file"),
-        (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
+        (&["--secrets", secrets.to_str().expect("UTF-8")], "not a secrets file"),
         (&[], "no answer at"),
     ]);
 }
