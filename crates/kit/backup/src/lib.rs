@@ -165,7 +165,7 @@ fn stop_on_signals() -> std::io::Result<Stop> {
     let stop = Stop::default();
     let asked = stop.clone();
     shell::at_signals(move || {
-        // Nor does a reader who does not read hold it up.
+        // A result whose reader never reads must not hold up the end.
         if asked.check().is_err() || shell::is_printing() {
             std::process::exit(shell::INTERRUPTED.into());
         }

@@ -1,4 +1,5 @@
-//! What lies in the directory of a repository, read without following a link below its top.
+//! What lies in the directory of a repository, read without following a link below its top; and files that are written there as one
+//! step.
 
 use std::fs::{File, Metadata};
 use std::io::ErrorKind;
@@ -6,9 +7,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use files::Context;
+use bytes::Bytes;
+use files::{ALIGN, Context, change, durable};
 use object_store::ObjectMeta;
 
+use crate::device::Target;
 use crate::error::{Error, Result, refused};
 
 /// Adds what is in a directory and is not a directory; with `shelves` also what is in those of its directories in which packs lie.
@@ -47,6 +50,74 @@ pub fn walk(dir: &Path, name: &str, shelves: bool, found: &mut Vec<(String, Meta
 pub fn meta(name: &str, of: &Metadata) -> ObjectMeta {
     let last_modified = of.modified().unwrap_or(SystemTime::UNIX_EPOCH).into();
     ObjectMeta { location: name.into(), last_modified, size: of.len(), e_tag: None, version: None }
+}
+
+/// Writes a file as the store of a directory does, but for the page cache: under another name, synced, renamed, and
+/// its directory synced.
+pub fn write_large(dir: &Path, path: &Path, parts: &[Bytes]) -> Result<()> {
+    let (draft, file) = create_draft(dir, path)?;
+    let written = || {
+        let target = Target::of(&file, &draft);
+        let mut offset = 0;
+        for part in parts {
+            // What is not a whole block is written through the cache.
+            let (blocks, rest) = part.split_at(part.len() / ALIGN * ALIGN);
+            for bytes in [blocks, rest].into_iter().filter(|bytes| !bytes.is_empty()) {
+                target.write(bytes, offset)?;
+                offset += bytes.len() as u64;
+            }
+        }
+        target.sync()
+    };
+    if let Err(error) = written() {
+        // Of no use to anybody, and on a full disk it takes the room that others need.
+        let _ = change::remove_file(&draft);
+        return Err(error);
+    }
+    Ok(durable::replace_by(&draft, path)?)
+}
+
+/// Makes a file as one step; `false` where it is there.
+pub fn create_file(dir: &Path, path: &Path, bytes: &[u8]) -> Result<bool> {
+    let (draft, file) = create_draft(dir, path)?;
+    let written = change::write(&file, &draft, bytes).and_then(|()| change::sync(&file, &draft));
+    let made = written.and_then(|()| durable::name(&draft, path));
+    // Gone where it was renamed.
+    let _ = change::remove_file(&draft);
+    match made {
+        Err(error) if error.errno() == Some(nix::libc::EEXIST) => Ok(false),
+        made => Ok(made.map(|()| true)?),
+    }
+}
+
+/// A new file NAME#NUMBER: packs of the same content, which has one name, may be written at once.
+fn create_draft(dir: &Path, path: &Path) -> Result<(PathBuf, File)> {
+    let mut number = 0;
+    loop {
+        number += 1;
+        let mut draft = path.as_os_str().to_owned();
+        draft.push(format!("#{number}"));
+        let draft = PathBuf::from(draft);
+        #[expect(clippy::disallowed_methods, reason = "inside a step")]
+        let created =
+            files::step("create", &draft, || File::options().write(true).create_new(true).open(&draft));
+        match created {
+            Ok(file) => return Ok((draft, file)),
+            Err(error) if error.errno() == Some(nix::libc::EEXIST) => {}
+            Err(error) if error.is_not_found() => make_parent(dir, path)?,
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Makes the directory of an object, durably.
+fn make_parent(dir: &Path, path: &Path) -> Result<()> {
+    let Some(parent) = path.parent() else { return Ok(()) };
+    change::create_dir_all(parent)?;
+    for above in parent.ancestors().skip(1).take_while(|above| above.starts_with(dir)) {
+        durable::sync_dir(above)?;
+    }
+    Ok(())
 }
 
 /// A file that is locked, and its path.

@@ -4,7 +4,7 @@
 //! In a directory anybody may have left a symbolic link, a FIFO or a file of another name. A directory at the top may be a link, to
 //! another disk; below it no link is followed, and an object is a plain file ([`Store::check`]).
 
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use base::Stop;
 use bytes::Bytes;
-use files::{ALIGN, AlignedBuffer, change, durable};
+use files::{AlignedBuffer, change, durable};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
@@ -24,10 +24,10 @@ use object_store::{
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
-use super::directory::{meta, walk};
+use super::directory::{create_file, meta, walk, write_large};
 use super::patience::{self, BySize};
 use crate::block::BLOCK;
-use crate::device::{Device, Target};
+use crate::device::Device;
 use crate::error::{Error, Result, refused};
 use crate::wait::{unless, wait};
 
@@ -416,80 +416,14 @@ fn may_ask_the_machine() -> bool {
     std::env::var("AWS_EC2_METADATA_DISABLED").is_ok_and(|value| value.eq_ignore_ascii_case("false"))
 }
 
-/// Writes a file as the store of a directory does, but for the page cache: under another name, synced, renamed, and
-/// its directory synced.
-fn write_large(dir: &Path, path: &Path, parts: &[Bytes]) -> Result<()> {
-    let (draft, file) = create_draft(dir, path)?;
-    let written = || {
-        let target = Target::of(&file, &draft);
-        let mut offset = 0;
-        for part in parts {
-            // What is not a whole block is written through the cache.
-            let (blocks, rest) = part.split_at(part.len() / ALIGN * ALIGN);
-            for bytes in [blocks, rest].into_iter().filter(|bytes| !bytes.is_empty()) {
-                target.write(bytes, offset)?;
-                offset += bytes.len() as u64;
-            }
-        }
-        target.sync()
-    };
-    if let Err(error) = written() {
-        // Of no use to anybody, and on a full disk it takes the room that others need.
-        let _ = change::remove_file(&draft);
-        return Err(error);
-    }
-    Ok(durable::replace_by(&draft, path)?)
-}
-
-/// Makes a file as one step; `false` where it is there.
-fn create_file(dir: &Path, path: &Path, bytes: &[u8]) -> Result<bool> {
-    let (draft, file) = create_draft(dir, path)?;
-    let written = change::write(&file, &draft, bytes).and_then(|()| change::sync(&file, &draft));
-    let made = written.and_then(|()| durable::name(&draft, path));
-    // Gone where it was renamed.
-    let _ = change::remove_file(&draft);
-    match made {
-        Err(error) if error.errno() == Some(nix::libc::EEXIST) => Ok(false),
-        made => Ok(made.map(|()| true)?),
-    }
-}
-
-/// A new file NAME#NUMBER: packs of the same content, which has one name, may be written at once.
-fn create_draft(dir: &Path, path: &Path) -> Result<(PathBuf, File)> {
-    let mut number = 0;
-    loop {
-        number += 1;
-        let mut draft = path.as_os_str().to_owned();
-        draft.push(format!("#{number}"));
-        let draft = PathBuf::from(draft);
-        #[expect(clippy::disallowed_methods, reason = "inside a step")]
-        let created =
-            files::step("create", &draft, || File::options().write(true).create_new(true).open(&draft));
-        match created {
-            Ok(file) => return Ok((draft, file)),
-            Err(error) if error.errno() == Some(nix::libc::EEXIST) => {}
-            Err(error) if error.is_not_found() => make_parent(dir, path)?,
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-/// Makes the directory of an object, durably.
-fn make_parent(dir: &Path, path: &Path) -> Result<()> {
-    let Some(parent) = path.parent() else { return Ok(()) };
-    change::create_dir_all(parent)?;
-    for above in parent.ancestors().skip(1).take_while(|above| above.starts_with(dir)) {
-        durable::sync_dir(above)?;
-    }
-    Ok(())
-}
-
 fn failed(operation: &'static str, name: &Name) -> impl Fn(object_store::Error) -> Error {
     move |source| Error::Store { operation, name: name.clone(), source }
 }
 
 #[cfg(test)]
 mod tests {
+    use files::ALIGN;
+
     use super::*;
 
     /// Packs of the same content have one name, and threads may write them at once.

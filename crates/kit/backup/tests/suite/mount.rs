@@ -100,6 +100,18 @@ fn nbd_clients_read_a_backup() {
     assert!(socket.exists());
 }
 
+/// A terminal would act on it.
+#[test]
+fn a_path_is_shown_as_text() {
+    let (place, _, _) = Place::with_backup(2 * MIB);
+    let socket = place.path("a\u{1b}[2J.sock");
+    let running = Running::start(place.command(&["mount", "latest", "--socket", arg(&socket)]));
+    until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+    running.signal(Signal::SIGTERM);
+    let said = text(&running.output().stderr);
+    assert!(said.contains("a\\u{1b}[2J.sock") && !said.contains('\u{1b}'), "{said}");
+}
+
 /// A backup of 8 TiB that holds next to nothing: clients learn where, and read no more.
 #[test]
 fn clients_are_told_what_holds_data() {

@@ -169,18 +169,6 @@ fn a_limit_of_file_sizes_is_an_error() {
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// A terminal would act on it.
-#[test]
-fn a_path_is_shown_as_text() {
-    let (place, _, _) = Place::with_backup(SIZE);
-    let socket = place.path("a\u{1b}[2J.sock");
-    let running = Running::start(place.command(&["mount", "latest", "--socket", arg(&socket)]));
-    testkit::until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
-    running.signal(nix::sys::signal::Signal::SIGTERM);
-    let said = text(&running.output().stderr);
-    assert!(said.contains("a\\u{1b}[2J.sock") && !said.contains('\u{1b}'), "{said}");
-}
-
 fn image_is_backed_up_again(place: &Place, image: &Image) {
     let backup = place.full();
     let pruned = place.ok(&["prune", "--keep-last", "1"]);
