@@ -64,8 +64,9 @@ impl Stranger {
     }
 }
 
-/// Checks that ten thousand strangers of a kind keep a valid client from nothing. `ask` connects, asks, and tells whether it got
-/// its answer; `false` where its connection was closed.
+/// Checks that ten thousand strangers of a kind keep a valid client from nothing: while they come it is answered within ten seconds,
+/// and once they are there, within one, nine times of ten. `ask` connects, asks, and tells whether it got its answer; `false` where its
+/// connection was closed.
 pub async fn keeps_nobody_out(kind: Stranger, door: Door, mut ask: impl AsyncFnMut() -> bool) {
     let held = Arc::<AtomicUsize>::default();
     // They have a thread of their own: a valid client is not to wait for its turn among them here.
@@ -74,20 +75,28 @@ pub async fn keeps_nobody_out(kind: Stranger, door: Door, mut ask: impl AsyncFnM
     for _ in 0..STRANGERS {
         crowd.spawn(kind.hold(door.clone(), held.clone()));
     }
+    let mut while_they_come = Vec::new();
+    while held.load(Ordering::Relaxed) < STRANGERS {
+        while_they_come.push(answer(kind, &mut ask).await);
+    }
     let (begun, mut took) = (Instant::now(), Vec::new());
-    while begun.elapsed() < Duration::from_secs(10) || held.load(Ordering::Relaxed) < STRANGERS {
-        let asked = Instant::now();
-        // Until it is known a client is a stranger too, and is closed for newer ones where this machine is slow. As clients do,
-        // it connects again, and the time keeps running.
-        let answered = tokio::time::timeout(Duration::from_secs(60), async { while !ask().await {} });
-        answered.await.unwrap_or_else(|_| panic!("a valid client got no answer: {kind:?}"));
-        took.push(asked.elapsed());
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    while begun.elapsed() < Duration::from_secs(10) {
+        took.push(answer(kind, &mut ask).await);
     }
     crowd.shutdown_background();
     took.sort();
-    let (half, longest) = (took[took.len() / 2], took[took.len() - 1]);
-    // On a quiet machine the longest is 0.6 seconds. Other tests run at the same time, and the strangers' own handshakes take most of
-    // this machine while all of them come at once: a few calls wait for that.
-    assert!(half < Duration::from_secs(1) && longest < Duration::from_secs(10), "{kind:?}: {took:?}");
+    let longest = took.iter().chain(&while_they_come).max().expect("a call");
+    assert!(*longest < Duration::from_secs(10), "{kind:?}: {while_they_come:?}, then {took:?}");
+    assert!(took[took.len() * 9 / 10] < Duration::from_secs(1), "{kind:?}: {took:?}");
+}
+
+/// How long a valid client waits for its answer. Until it is known it is a stranger too, and its connection may be closed for a newer
+/// one. As clients do, it connects again, and the time keeps running.
+async fn answer(kind: Stranger, ask: &mut impl AsyncFnMut() -> bool) -> Duration {
+    let asked = Instant::now();
+    let answered = tokio::time::timeout(Duration::from_secs(60), async { while !ask().await {} });
+    answered.await.unwrap_or_else(|_| panic!("a valid client got no answer: {kind:?}"));
+    let took = asked.elapsed();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    took
 }
