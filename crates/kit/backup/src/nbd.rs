@@ -130,6 +130,11 @@ fn listen(socket: &Path) -> Result<UnixListener> {
             socket.display()
         ));
     }
+    // Two that find the same one would each remove it, and one of them would remove the socket of the other. Where the filesystem has
+    // no locks, that stays so.
+    let parent = socket.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let lock = std::fs::File::open(parent).context("open", parent)?;
+    let _ = lock.lock();
     if UnixStream::connect(socket).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused) {
         files::change::remove_file(socket)?;
     }

@@ -22,6 +22,7 @@ use crate::repository::index::{Cells, check, envelope};
 use crate::repository::pack::Compressor;
 use crate::repository::writer::Writer;
 use crate::repository::{self, About, BLOCK, Extent, Index, Partial, Repository, SEGMENT, SegmentRef};
+use crate::sampled;
 use crate::wait::unless;
 
 /// Reads and stores, and writes the index. What is interrupted or fails can be gone on with.
@@ -59,15 +60,8 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
         (Ok(()), Ok(written)) => written,
         (Err(error), Ok(written)) => {
             about.added = written.added;
-            match error.is_of_increment() || matches!(error, Error::Changed { .. }) {
-                true => partial::drop_own(repository, &about),
-                false if done.is_empty() => {}
-                false => {
-                    let (packs, segments) = (written.packs, written.segments);
-                    partial::leave(repository, &Partial { about, packs, segments, done, source });
-                }
-            }
-            return Err(error);
+            let (packs, segments) = (written.packs, written.segments);
+            return Err(given_up(repository, Partial { about, packs, segments, done, source }, error));
         }
         (came, Err(error)) => return Err(came.err().unwrap_or(error)),
     };
@@ -76,16 +70,40 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
     about.added = written.added;
     let index =
         Index { about, packs: written.packs, segments: written.segments, changed: seen.changed.finish() };
-    repository.store.stop().check()?;
-    if let Err(error) = commit(repository, &index) {
+    if let Err(error) = is_of_device(repository, &index, device)
+        .and_then(|()| Ok(repository.store.stop().check()?))
+        .and_then(|()| commit(repository, &index))
+    {
         let Index { about, packs, segments, .. } = index;
-        partial::leave(repository, &Partial { about, packs, segments, done, source });
-        return Err(error);
+        return Err(given_up(repository, Partial { about, packs, segments, done, source }, error));
     }
     if let Err(error) = partial::drop_all(repository, &index.about.volume) {
         tracing::warn!("what was interrupted before stays until a prune: {}", base::report(&error));
     }
     Ok(index)
+}
+
+/// What is left of a backup that failed: enough to go on with, unless what was read is wrong.
+fn given_up(repository: &Repository, partial: Partial, error: Error) -> Error {
+    match error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::OtherDevice { .. }) {
+        true => partial::drop_own(repository, &partial.about),
+        false if partial.done.is_empty() => {}
+        false => partial::leave(repository, &partial),
+    }
+    error
+}
+
+/// An incremental backup takes from its base what the driver does not list. Where the device has something else there, it is not the
+/// device of the snapshot. Some of it is compared.
+fn is_of_device(repository: &Repository, index: &Index, device: &Device) -> Result<()> {
+    let Some(base) = &index.about.base else { return Ok(()) };
+    let all: Vec<u32> = index.segments.iter().map(|of| of.number).collect();
+    match sampled::differs(repository, index, None, &all, false, device)? {
+        None => Ok(()),
+        Some(offset) => {
+            Err(Error::OtherDevice { path: device.path().to_owned(), base: base.clone(), offset })
+        }
+    }
 }
 
 /// Writes the index, and so makes the backup. The lock is looked at before, and after: where it was lost in between, while

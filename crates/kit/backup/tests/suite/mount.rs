@@ -100,6 +100,36 @@ fn nbd_clients_read_a_backup() {
     assert!(socket.exists());
 }
 
+/// Each found the socket of a server that was killed, and removed what was there by then: the socket of the other.
+#[test]
+fn of_two_servers_on_one_socket_one_serves_and_the_other_ends() {
+    let (place, _, _) = Place::with_backup(2 * MIB);
+    let socket = place.path("nbd.sock");
+    for round in 0..20 {
+        drop(std::os::unix::net::UnixListener::bind(&socket).expect("bind"));
+        let start = |_| Running::start(place.command(&["mount", "latest", "--socket", arg(&socket)]));
+        let mut servers = [0, 1, 2].map(start);
+        let mut ended = [false; 3];
+        until("all but one end", || {
+            for (server, ended) in servers.iter_mut().zip(&mut ended) {
+                *ended = *ended || server.0.try_wait().expect("wait").is_some();
+            }
+            ended.iter().filter(|ended| **ended).count() >= 2
+        });
+        let serving =
+            ended.iter().position(|ended| !ended).unwrap_or_else(|| panic!("round {round}: none serves"));
+        run("nbdinfo", &["--size", &url(&socket)]);
+        for (number, server) in servers.into_iter().enumerate() {
+            if number == serving {
+                server.signal(Signal::SIGTERM);
+            }
+            let said = text(&server.output().stderr);
+            assert_eq!(said.contains("Address already in use"), number != serving, "round {round}: {said}");
+        }
+        assert!(!socket.exists(), "round {round}");
+    }
+}
+
 /// A terminal would act on it.
 #[test]
 fn a_path_is_shown_as_text() {

@@ -108,7 +108,30 @@ fn table() -> Vec<Row> {
     }
     row(1, "a file that is not a socket is there", "mount ID --socket @/image");
     row(1, "a file that is not a socket is there", "mount ID --socket @/dir");
+    for path in ["@/fifo", "@/loop", "/dev/null"] {
+        row(1, "a file that is not a socket is there", &format!("mount ID --socket {path}"));
+    }
     row(1, NO_FILE, "mount ID --socket @/dir/x/y");
+    row(1, NO_FILE, "mount ID --socket /proc/x");
+    row(1, "Address already in use", "mount ID --socket @/socket");
+    let too_long = &format!("/{}", "y".repeat(150));
+    row(1, "", &format!("mount ID --socket {too_long}"));
+    for command in [
+        "full --volume v --device @/image --snapshot s",
+        "auto --volume v --device @/image --snapshot s",
+        "incremental --volume v --device @/image --snapshot s",
+        "show --target s",
+    ] {
+        for path in ["@/gone", "@/loop", "@/dir/x/y"] {
+            row(1, "there is no socket of a CSI driver at", &format!("{command} --endpoint {path}"));
+        }
+        for path in ["@/dir", "@/image", "@/fifo", "/dev/null"] {
+            row(1, "is not a socket", &format!("{command} --endpoint {path}"));
+        }
+        for value in ["unix://", "tcp://x", "http://x", too_long] {
+            row(2, "--endpoint", &format!("{command} --endpoint {value}"));
+        }
+    }
     for command in
         ["list", "show", "verify", "prune", "restore latest --to @/new", "mount latest --socket @/new"]
     {

@@ -58,6 +58,32 @@ fn a_volume_that_was_made_anew_is_backed_up_whole() {
     place.restores(&id(&made), &world.image, SIZE);
 }
 
+/// Only what changed is read: of another device that was a mixture of two, with exit code 0.
+#[test]
+fn an_incremental_backup_of_another_device_is_refused() {
+    let world = World::new();
+    let place = &world.place;
+    for (of, blocks) in [("a copy with one other block", 1), ("another disk", 3000)] {
+        let mut other = world.image.clone();
+        let path = place.path(of);
+        std::fs::copy(place.image(), &path).expect("copy");
+        let file = std::fs::File::options().write(true).open(&path).expect("open");
+        // The delta begins behind the first of them.
+        other.write(&file, 100, blocks, 3).expect("write");
+        for wish in ["incremental", "auto"] {
+            let mut arguments = world.back_up(wish, "two", &[]);
+            arguments[4] = arg(&path);
+            let said = place.fails(1, &arguments);
+            assert!(said.contains("it is not the device of that snapshot"), "{of}: {said}");
+            assert!(said.contains("holds other data at byte ") && !said.contains("--resume"), "{of}: {said}");
+        }
+    }
+    assert_eq!(place.list().len(), 1);
+    assert_eq!(place.repository().join("partial").read_dir().map_or(0, Iterator::count), 0);
+    let made = place.ok(&world.back_up("incremental", "two", &[]));
+    place.restores(&id(&made), &world.image, SIZE);
+}
+
 /// A Job that is tried again finds that its backup was made.
 #[test]
 fn a_snapshot_that_is_backed_up_already_is_no_failure_of_auto() {
