@@ -46,6 +46,13 @@ if ! [ -x ".deps/csi-sanity-$version/csi-sanity" ]; then
     GOBIN="$root/.deps/csi-sanity-$version" go install "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@$version"
 fi
 
+# actionlint, which checks the workflows of .github and deploy/ci.
+version=v1.7.12
+if ! [ -x ".deps/actionlint-$version/actionlint" ]; then
+    echo "test-deps: building actionlint $version"
+    GOBIN="$root/.deps/actionlint-$version" go install "github.com/rhysd/actionlint/cmd/actionlint@$version"
+fi
+
 # hack/manifests, which checks deploy/ the way an API server would, with the CRDs of the releases in its go.mod.
 state=$(hash_of hack/manifests/*.go hack/manifests/go.mod hack/manifests/go.sum)
 if ! fresh manifests "$state"; then

@@ -1,4 +1,4 @@
-//! The files of deploy/ci, for other drivers' CI: their script, on a driver that is a program and its flags.
+//! The files of deploy/ci, for other drivers' CI: their script, on a driver that is a program and its flags. And our own workflows.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -26,6 +26,27 @@ fn run(commands: &str, dir: &Path, variables: &[(&str, &str)]) -> Output {
     let mut bash = Command::new("bash");
     bash.args(["-euc", commands]).current_dir(dir).env("PATH", path).envs(variables.iter().copied());
     bash.output().expect("bash")
+}
+
+/// GitHub says what is wrong with a workflow only when it runs it.
+#[test]
+fn actionlint_finds_nothing_in_a_workflow() {
+    testkit::needs("actionlint");
+    let check = |files: &[&str]| {
+        let mut actionlint = Command::new(".deps/actionlint-v1.7.12/actionlint");
+        let output = actionlint.args(files).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+        let output = output.expect("run actionlint, which `make test-deps` builds");
+        (output.status.code(), said(&output) + &String::from_utf8_lossy(&output.stdout))
+    };
+    let ours = [".github/workflows/ci.yml", ".github/workflows/release.yml", "deploy/ci/github.yaml"];
+    let (code, told) = check(&ours);
+    assert_eq!(code, Some(0), "{told}");
+    let dir = testkit::temp_dir();
+    let wrong = dir.path().join("wrong.yml");
+    let text = std::fs::read_to_string(ours[2]).expect("read").replace("timeout-minutes", "timeout-hours");
+    std::fs::write(&wrong, text).expect("write");
+    let (code, told) = check(&[wrong.to_str().expect("UTF-8")]);
+    assert!(code == Some(1) && told.contains("timeout-hours"), "{told}");
 }
 
 /// The commands of docs/ci-for-drivers.md as they stand, but for the driver, the directory and the number of cases.
