@@ -121,7 +121,9 @@ func scrape(templateFile, count string, targets []string) error {
 	for round := range rounds {
 		for _, target := range targets {
 			pod, address, _ := strings.Cut(target, "=")
-			for name, value := range answer(client, address) {
+			gauges, up := answer(client, address)
+			gauges[`up{namespace="deltapath"}`] = up
+			for name, value := range gauges {
 				bare, labels, _ := strings.Cut(strings.TrimSuffix(name, "}"), "{")
 				name = fmt.Sprintf("%s{pod=%q,%s}", bare, pod, labels)
 				before := series[name]
@@ -144,13 +146,13 @@ func scrape(templateFile, count string, targets []string) error {
 	return nil
 }
 
-// answer gives the gauges of a program, by name and labels. A program that is away gives none.
-func answer(client http.Client, address string) map[string]string {
+// answer gives the gauges of a program, by name and labels, and what Prometheus says of it: 1, or 0 if it does not answer.
+func answer(client http.Client, address string) (map[string]string, string) {
 	gauges := map[string]string{}
 	response, err := client.Get("http://" + address + "/metrics")
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
-		return gauges
+		return gauges, "0"
 	}
 	defer response.Body.Close()
 	gauge := ""
@@ -165,7 +167,7 @@ func answer(client http.Client, address string) map[string]string {
 			gauges[line[:at]] = line[at+1:]
 		}
 	}
-	return gauges
+	return gauges, "1"
 }
 
 // read takes a value out of a YAML or JSON file.

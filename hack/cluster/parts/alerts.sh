@@ -38,7 +38,7 @@ part_alerts() {
 
     say "a node without power"
     on "$name-a" off 2
-    fire DeltapathNodeAway 20
+    fire "DeltapathDown DeltapathNodeAway" 20
     on "$name-a" on 2
     k wait --for condition=Ready=True --timeout 120s node/node2
 

@@ -1,5 +1,5 @@
 //! Random lives of two volumes and their repository: writes, discards, expansions, backups of every kind, streams that are cut or
-//! lie, Ctrl-C and `--resume`, prunes, restores; two writers and three readers at once, a clock that jumps, a full disk, a user
+//! lie, Ctrl-C and `--resume`, prunes, restores; two writers, three readers and a prune at once, a clock that jumps, a full disk, a user
 //! who may only read (`odd.rs`). In a bucket the server refuses requests and loses answers. After each step some backup is
 //! restored, at the end all are; each must be the volume as it was, byte for byte, and nothing that a prune leaves may be unused.
 //!
@@ -234,6 +234,16 @@ impl Life {
         let Volume { image, size, .. } = &self.volumes[volume];
         self.driver.snapshot(&handle, image, *size);
         self.taken.insert(handle.clone(), Taken { volume, image: image.clone(), size: *size });
+        handle
+    }
+
+    /// Another snapshot of the same moment: its handle.
+    fn twin(&mut self, of: &str) -> String {
+        let handle = format!("snap-{}", self.taken.len());
+        let Taken { volume, image, size } = &self.taken[of];
+        let (volume, image, size) = (*volume, image.clone(), *size);
+        self.driver.snapshot(&handle, &image, size);
+        self.taken.insert(handle.clone(), Taken { volume, image, size });
         handle
     }
 

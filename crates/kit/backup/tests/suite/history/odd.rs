@@ -118,9 +118,11 @@ impl Life {
         }
     }
 
-    /// Two writers and three readers at once, of whom some are killed. No reader fails because of others.
+    /// Two writers, perhaps of one volume, three readers and a prune at once, of whom some are killed. No reader fails because of others.
     pub fn crowd(&mut self) {
-        let handles = [self.take(0), self.take(1)];
+        let first = self.take(0);
+        let second = if self.random.bool() { self.twin(&first) } else { self.take(1) };
+        let handles = [first, second];
         let before: Vec<String> = self.backups.keys().cloned().collect();
         let faults = self.faults();
         self.driver.script(faults.iter().copied());
@@ -142,7 +144,13 @@ impl Life {
         if !before.is_empty() {
             started.push(("verify", None, Running::start(self.command(&["verify"]))));
         }
-        std::thread::sleep(Duration::from_millis(self.random.u64(0..1000)));
+        std::thread::sleep(Duration::from_millis(self.random.u64(0..500)));
+        if !before.is_empty() && self.random.bool() {
+            // It waits for nobody, and removes no backup.
+            let command = self.command(&["prune", "--max-unused", "0"]);
+            started.push(("prune", None, Running::start(command)));
+        }
+        std::thread::sleep(Duration::from_millis(self.random.u64(0..500)));
         for (_, _, running) in &started {
             if self.random.u8(..3) == 0 {
                 running.signal(Signal::SIGKILL);
@@ -152,7 +160,10 @@ impl Life {
             let output = self.wait(command, running);
             self.steps.push(format!("beside others: {command} {restored:?}, {faults:?}: {}", output.0));
             let is_done = output.0 == "exit status: 0";
-            assert!(command == "auto" || is_done || output.0.contains("SIGKILL"), "{command}: {output:?}");
+            assert!(
+                ["auto", "prune"].contains(&command) || is_done || output.0.contains("SIGKILL"),
+                "{command}: {output:?}"
+            );
             if let Some((id, to)) = restored.filter(|_| is_done) {
                 self.is_restored(&id, &to);
             }
@@ -160,6 +171,8 @@ impl Life {
         self.driver.script([]);
         self.behave();
         self.adopt(&handles);
+        let left = self.place.list();
+        assert!(before.iter().all(|id| left.contains(id)), "{before:?}, and now {left:?}");
     }
 
     /// A restore by one who may not write to the repository.
