@@ -65,7 +65,7 @@ pub fn of_backup(repository: &Repository, index: &Index) -> Result<Picture> {
         format!("{} added", HumanBytes(about.added)),
         format!("{:.1} s", about.milliseconds as f64 / 1e3),
     ];
-    facts.extend(about.base.as_ref().map(|base| format!("over {base}")));
+    facts.extend(about.base.as_ref().map(|base| format!("based on {base}")));
     facts.extend(about.why.as_ref().map(|why| format!("full because {why}")));
     Ok(Picture {
         title: format!("{} {}", shown(&about.volume), shown(&about.id)),
@@ -164,7 +164,7 @@ impl Mark {
     fn name(self) -> &'static str {
         match self {
             Mark::Hole => "no data",
-            Mark::Allocated => "data, unchanged",
+            Mark::Allocated => "data",
             Mark::Changed(1) => "up to 25 % changed",
             Mark::Changed(2) => "up to 50 % changed",
             Mark::Changed(3) => "up to 75 % changed",

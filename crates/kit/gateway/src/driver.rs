@@ -55,6 +55,6 @@ pub fn lost(error: &upstream::Error) -> Status {
 /// The answer where the driver's own is not whole.
 pub fn cut_short(code: Code, why: &str) -> Status {
     tracing::warn!(why, "the CSI driver's answer is cut short");
-    let what = format!("the CSI driver's answer is cut short, {why}: try again behind the last tuple");
+    let what = format!("the CSI driver's answer is cut short, {why}: continue after the last tuple");
     Status::new(code, what)
 }

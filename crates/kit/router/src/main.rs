@@ -112,7 +112,7 @@ struct Serve {
     /// nodes have.
     #[arg(long, value_name = "NAME")]
     driver_name: Option<String>,
-    /// How long a node may take to accept a connection, and to say who it is, before it counts as away.
+    /// How long a node may take to accept a connection, and to say who it is, before it counts as unreachable.
     #[arg(long, value_name = "AGE", default_value = "5s", value_parser = shell::age)]
     node_timeout: Duration,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.

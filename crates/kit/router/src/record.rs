@@ -92,7 +92,7 @@ impl serve::streams::Record for Record {
     fn lost(&self, error: &upstream::Error) -> Status {
         match &self.node {
             Some(node) => node.lost(error),
-            None => Status::unavailable("the node was lost: try again behind the last tuple"),
+            None => Status::unavailable("the node was lost: continue after the last tuple"),
         }
     }
 
@@ -102,7 +102,7 @@ impl serve::streams::Record for Record {
             node = self.node.as_ref().map(|node| node.name.as_str()),
             "an answer is cut short"
         );
-        let what = format!("the node's answer is cut short, {why}: try again behind the last tuple");
+        let what = format!("the node's answer is cut short, {why}: continue after the last tuple");
         Status::new(code, what)
     }
 }

@@ -226,12 +226,17 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
         bars_of(title, "ms", bars)
     };
     let growth = |table, title, what, points: &[&'static str]| {
-        let line = |(series, pool)| {
-            let figure = |part| rows.figure((table, pool, what), "measured", part, "ms");
+        let line = |(series, pool, cell)| {
+            let figure = |part| rows.figure((table, pool, what), cell, part, "ms");
             (series, (0..points.len()).map(figure).collect())
         };
-        let lines = [(BTRFS, "btrfs"), (XFS, "xfs"), (DIR, "dir")].map(line).to_vec();
-        Panel::Lines { title, points: points.to_vec(), lines }
+        let lines = [
+            (BTRFS, "btrfs", "measured"),
+            (XFS, "xfs", "measured"),
+            (DIR, "dir", "measured"),
+            (BARE, "btrfs", "beside"),
+        ];
+        Panel::Lines { title, points: points.to_vec(), lines: lines.map(line).to_vec() }
     };
     let sizes = ["1 GiB", "16 GiB", "256 GiB", "4 TiB", "16 TiB"];
     let volume = |title, what| growth("growth of the volume", title, what, &sizes);

@@ -314,7 +314,7 @@ fn fits(device: &Device, size: u64) -> Result<()> {
         ));
     }
     if has > size {
-        tracing::warn!("{path} has {has} bytes, and the snapshot has {size}: what lies behind is not read");
+        tracing::warn!("{path} has {has} bytes, and the snapshot has {size}: the rest is not read");
     }
     Ok(())
 }

@@ -111,7 +111,8 @@ pub fn html(title: &str, pictures: &[Picture]) -> String {
 
 /// What the columns mean.
 const WORDS: &str = "<p><b>Size</b> is that of the volume, <b>data</b> what is not zero. <b>Changed</b> is what the driver listed since the \
-backup before; a full backup reads all data. <b>Added</b> is what the repository grew by, compressed. <b>Time</b> is how long the \
+backup before; a full backup reads all data, and its map shows only data. <b>Listed</b> is what the driver said to read, <b>read</b> \
+what was read. <b>Added</b> is what the repository grew by, compressed. <b>Time</b> is how long the \
 backup took.</p>\n";
 
 /// Writes a page, for others to read, as a whole.

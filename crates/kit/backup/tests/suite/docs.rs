@@ -69,7 +69,7 @@ fn the_commands_of_the_page_work() {
         .expect("bash");
     assert!(output.status.success(), "{}", text(&output.stderr));
     image.compare(&place.path("restored.img"), 64 * MIB, &base::Stop::default()).expect("equal");
-    let html = std::fs::read_to_string(place.path("disk.html")).expect("a page");
+    let html = std::fs::read_to_string(place.path("history.html")).expect("a page");
     assert!(html.contains("<th>Backup</th>"), "{html}");
     let said = text(&output.stdout);
     assert!(said.contains("all sound") && said.contains("compared, equal"), "{said}");

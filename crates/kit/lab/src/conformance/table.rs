@@ -82,7 +82,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
         both "first-tuple" Must RPCS PAIR offsets::first_tuple =>
             "no tuple ends at or before starting_offset, wherever that lies";
         both "offset-complete" Must STREAMS PAIR offsets::complete =>
-            "starting_offset is part of the computation: nothing behind it is lost";
+            "starting_offset is part of the computation: nothing after it is lost";
         both "resume" Must STREAMS PAIR offsets::resume =>
             "a stream that was cut is continued at the byte after the last tuple, whichever that was";
         one "delta-offset-partial" Must STREAM NONE offsets::partial =>

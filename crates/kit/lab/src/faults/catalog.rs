@@ -99,7 +99,7 @@ catalog! {
         EmptyTuple "empty-tuple" STREAMS [] "gives the first tuple of each message size 0";
         NegativeOffset "negative-offset" STREAMS [] "gives the first tuple of each message the offset -4096";
         NegativeSize "negative-size" STREAMS [] "makes the size of the first tuple of each message negative";
-        PastCapacity "past-capacity" STREAMS [] "lets the last tuple of VARIABLE_LENGTH end 512 bytes behind the capacity";
+        PastCapacity "past-capacity" STREAMS [] "lets the last tuple of VARIABLE_LENGTH end 512 bytes past the capacity";
         LastFixedPasses "last-fixed-past-capacity" STREAMS [] "the same of FIXED_LENGTH, which the spec allows";
         TypeUnknown "type-unknown" STREAMS [] "says UNKNOWN instead of a type";
         TypeChanges "type-changes" STREAMS [after "1"] "tells the other type after `after` messages";
@@ -179,7 +179,7 @@ catalog! {
         GrownStaysSmall "grown-stays-small" STREAMS [] "tells the old capacity after an expansion";
         LoseGrown "lose-grown" STREAMS [] "leaves out what lies behind the old capacity after an expansion";
         ResumeGrownFails "resume-grown-fails" DELTA [code "OUT_OF_RANGE"]
-            "refuses an offset behind the capacity of the base with `code`, though the target has it";
+            "refuses an offset past the capacity of the base with `code`, though the target has it";
         LoseMembers "lose-group-members" DELTA [] "leaves the first tuple out of snapshots of a group";
         FilesystemIsError "filesystem-is-error" STREAMS [code "INTERNAL"] "refuses snapshots of Filesystem volumes with `code`";
         FilesystemIsEmpty "filesystem-is-empty" STREAMS [] "lists no tuples of Filesystem volumes";

@@ -153,7 +153,7 @@ pub(super) fn listed(text: &str, block_size: u64, capacity: u64, seed: u64) -> R
             Some(end) if size > 0 && end <= capacity => {
                 ranges.push(offset / block_size..end.div_ceil(block_size));
             }
-            _ => return Err(format!("{part} is empty or ends behind the capacity, {capacity}")),
+            _ => return Err(format!("{part} is empty or ends past the capacity, {capacity}")),
         }
     }
     let ranges = Ranges::of(ranges).iter().map(|range| (range.start, range.end)).collect();
