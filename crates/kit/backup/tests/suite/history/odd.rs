@@ -118,7 +118,8 @@ impl Life {
         }
     }
 
-    /// Two writers, perhaps of one volume, three readers and a prune at once, of whom some are killed. No reader fails because of others.
+    /// Two writers, perhaps of one volume, three readers and a prune at once, of whom some are killed. No reader fails because of others,
+    /// but a prune keeps them out while it works.
     pub fn crowd(&mut self) {
         let first = self.take(0);
         let second = if self.random.bool() { self.twin(&first) } else { self.take(1) };
@@ -160,10 +161,10 @@ impl Life {
             let output = self.wait(command, running);
             self.steps.push(format!("beside others: {command} {restored:?}, {faults:?}: {}", output.0));
             let is_done = output.0 == "exit status: 0";
-            assert!(
-                ["auto", "prune"].contains(&command) || is_done || output.0.contains("SIGKILL"),
-                "{command}: {output:?}"
-            );
+            let waits = ["a prune works on the repository: wait", "cbt-backup prune (process "];
+            let may_fail =
+                ["auto", "prune"].contains(&command) || waits.iter().any(|words| output.2.contains(words));
+            assert!(may_fail || is_done || output.0.contains("SIGKILL"), "{command}: {output:?}");
             if let Some((id, to)) = restored.filter(|_| is_done) {
                 self.is_restored(&id, &to);
             }
@@ -171,8 +172,10 @@ impl Life {
         self.driver.script([]);
         self.behave();
         self.adopt(&handles);
-        let left = self.place.list();
-        assert!(before.iter().all(|id| left.contains(id)), "{before:?}, and now {left:?}");
+        if !before.is_empty() {
+            let left = self.place.list();
+            assert!(before.iter().all(|id| left.contains(id)), "{before:?}, and now {left:?}");
+        }
     }
 
     /// A restore by one who may not write to the repository.
