@@ -226,22 +226,15 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
         bars_of(title, "ms", bars)
     };
     let growth = |table, title, what, points: &[&'static str]| {
-        let line = |(series, pool, cell)| {
-            let figure = |part| rows.figure((table, pool, what), cell, part, "ms");
+        let line = |(series, pool)| {
+            let figure = |part| rows.figure((table, pool, what), "measured", part, "ms");
             (series, (0..points.len()).map(figure).collect())
         };
-        let lines = [
-            (BTRFS, "btrfs", "measured"),
-            (XFS, "xfs", "measured"),
-            (DIR, "dir", "measured"),
-            (BARE, "btrfs", "beside"),
-        ];
-        Panel::Lines { title, points: points.to_vec(), lines: lines.map(line).to_vec() }
+        let lines = [(BTRFS, "btrfs"), (XFS, "xfs"), (DIR, "dir")].map(line).to_vec();
+        Panel::Lines { title, points: points.to_vec(), lines }
     };
     let sizes = ["1 GiB", "16 GiB", "256 GiB", "4 TiB", "16 TiB"];
     let volume = |title, what| growth("growth of the volume", title, what, &sizes);
-    let data =
-        |title, what| growth("growth of the data", title, what, &["64 MiB", "256 MiB", "1 GiB", "4 GiB"]);
     let chain = |title, what| growth("growth of the snapshots", title, what, &["1", "10", "100", "1,000"]);
     let sparse = |title, series, pool| {
         let calls = [
@@ -320,17 +313,6 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
                 volume("GetMetadataDelta of 1 %, at once", "GetMetadataDelta of 1 %, at once"),
                 volume("GetMetadataDelta of 1 %, later", "GetMetadataDelta of 1 %, later"),
                 volume("CreateVolume from a snapshot", "CreateVolume from a snapshot"),
-            ],
-        ),
-        draw(
-            "data",
-            "As the data grows",
-            "64 MiB to 4 GiB of data in a volume of 16 GiB.",
-            &[
-                data("CreateSnapshot, the first", "CreateSnapshot, the first"),
-                data("GetMetadataDelta of 1 %, at once", "GetMetadataDelta of 1 %, at once"),
-                data("GetMetadataDelta of 1 %, later", "GetMetadataDelta of 1 %, later"),
-                data("CreateVolume from a snapshot", "CreateVolume from a snapshot"),
             ],
         ),
         draw(
