@@ -214,7 +214,7 @@ mod tests {
         let fixed: Vec<_> = Tuples::new(&history, 5000, 4096, 10_000, true).collect();
         assert_eq!(fixed, [(4096, 8192), (8192, 12288)]);
         for (text, part) in
-            [("x", "OFFSET+SIZE"), ("0+x", "OFFSET+SIZE"), ("0+0", "empty"), ("8Ki+8Ki", "behind")]
+            [("x", "OFFSET+SIZE"), ("0+x", "OFFSET+SIZE"), ("0+0", "empty"), ("8Ki+8Ki", "past")]
         {
             assert!(listed(text, 4096, 10_000, 1).expect_err(text).contains(part));
         }
