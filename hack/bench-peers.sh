@@ -27,6 +27,10 @@ measure() {
         --runs "${RUNS:-3}" --json "$results/$1.json" "${@:3}" >/dev/null
 }
 
+for peer in ${PEERS:-}; do
+    place=${peer#*=}
+    [ -S "${place%,*}" ] || fail "PEERS: $peer: there is no socket ${place%,*}"
+done
 for pool in btrfs xfs; do
     target/release/deltapath driver --endpoint "unix://$work/csi.sock" --data-dir "$work/$pool" --node-id bench \
         --pool "$pool" --pool-size 40G >"$work/log" 2>&1 &
@@ -37,11 +41,10 @@ for pool in btrfs xfs; do
     rm -rf --one-file-system "${work:?}/$pool"
 done
 for peer in ${PEERS:-}; do
-    place=${peer#*=}
-    dir=()
+    name=${peer%%=*} place=${peer#*=} dir=()
     [ "$place" = "${place%,*}" ] || dir=(--space-dir "${place#*,}")
-    [ -S "${place%,*}" ] || fail "PEERS: $peer: there is no socket ${place%,*}"
-    measure "${peer%%=*}" "${place%,*}" "${dir[@]}" || [ -e "$results/${peer%%=*}.json" ] || unmeasured+=" ${peer%%=*}"
+    # Where an answer is wrong it fails too, and the table has it.
+    measure "$name" "${place%,*}" "${dir[@]}" || [ -e "$results/$name.json" ] || unmeasured+=" $name"
 done
 target/release/cbt-lab bench --compare "$results"/*.json --html "$results/peers.html"
 [ -z "$unmeasured" ] || fail "not measured:$unmeasured"

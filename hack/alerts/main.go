@@ -122,7 +122,7 @@ func scrape(templateFile, count string, targets []string) error {
 		for _, target := range targets {
 			pod, address, _ := strings.Cut(target, "=")
 			gauges, up := answer(client, address)
-			gauges[`up{namespace="deltapath"}`] = up
+			gauges[fmt.Sprintf("up{namespace=%q,instance=%q}", "deltapath", address)] = up
 			for name, value := range gauges {
 				bare, labels, _ := strings.Cut(strings.TrimSuffix(name, "}"), "{")
 				name = fmt.Sprintf("%s{pod=%q,%s}", bare, pod, labels)

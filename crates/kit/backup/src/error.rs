@@ -64,12 +64,12 @@ pub enum Error {
         /// The image.
         path: PathBuf,
     },
-    /// It holds other data than the backup, in a place that was not read.
+    /// A device differs from the backup that is the base, in a place that the driver does not list as changed.
     #[error(
         "{} holds other data at byte {offset} than backup {base}, and the driver does not list that block as changed: it is not the \
          device of that snapshot, or the delta is not complete. Check --device; if it is right, make a full backup", path.display()
     )]
-    OtherDevice { path: PathBuf, base: String, offset: u64 },
+    Unlisted { path: PathBuf, base: String, offset: u64 },
     /// What is asked is wrong in itself.
     #[error(transparent)]
     Usage(#[from] shell::Usage),

@@ -2,6 +2,7 @@
 //! knows no writes. Clients that ask for structured replies may also ask which parts hold data (`base:allocation`), and need
 //! not read the others.
 
+use std::fs::TryLockError;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -62,7 +63,7 @@ pub trait Disk: Send + Sync + 'static {
 
 /// Serves until `stop` is set. The socket is made, and removed in the end.
 pub fn serve(disk: impl Disk, socket: &Path, stop: &Stop) -> Result<()> {
-    let listener = listen(socket)?;
+    let listener = listen(socket, stop)?;
     let _gone = Socket::of(socket)?;
     files::change::set_mode(socket, 0o600)?;
     listener.set_nonblocking(true).context("listen at", socket)?;
@@ -122,7 +123,7 @@ impl Drop for Socket {
 }
 
 /// Listens; a socket that a process has left which is gone is replaced.
-fn listen(socket: &Path) -> Result<UnixListener> {
+fn listen(socket: &Path, stop: &Stop) -> Result<UnixListener> {
     use std::os::unix::fs::FileTypeExt;
     if std::fs::symlink_metadata(socket).is_ok_and(|found| !found.file_type().is_socket()) {
         return Err(refused!(
@@ -130,11 +131,14 @@ fn listen(socket: &Path) -> Result<UnixListener> {
             socket.display()
         ));
     }
-    // Two that find the same one would each remove it, and one of them would remove the socket of the other. Where the filesystem has
-    // no locks, that stays so.
+    // Of two servers that find the same old socket, the second would remove the new one of the first. So one looks at a time; where the
+    // filesystem has no locks, that stays possible.
     let parent = socket.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let lock = std::fs::File::open(parent).context("open", parent)?;
-    let _ = lock.lock();
+    let dir = std::fs::File::open(parent).context("open", parent)?;
+    while matches!(dir.try_lock(), Err(TryLockError::WouldBlock)) {
+        stop.check()?;
+        std::thread::sleep(Duration::from_millis(20));
+    }
     if UnixStream::connect(socket).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused) {
         files::change::remove_file(socket)?;
     }

@@ -145,8 +145,8 @@ pub fn onto(
     }
     let file = open_device(to, index)?;
     let stored: Vec<u32> = base.segments.iter().map(|segment| segment.number).collect();
-    if let Some(offset) = sampled::differs(repository, base, Some(index), &stored, false, &Device::open(to)?)?
-    {
+    let some = sampled::some(&stored, 32);
+    if let Some(offset) = sampled::differs(repository, base, Some(index), &some, false, &Device::open(to)?)? {
         return Err(refused!(
             "{} does not hold backup {}: at byte {offset} it differs; restore it whole, without --onto-base",
             to.display(),

@@ -10,10 +10,12 @@ use crate::error::Result;
 use crate::repository::pack::Packs;
 use crate::repository::{BLOCK, Extent, Index, Repository, SEGMENT, pieces};
 
-/// Segments of which something is compared, spread over all.
-const SAMPLES: usize = 32;
+/// At most so many of these segments, spread over all: what is to be compared.
+pub fn some(segments: &[u32], most: usize) -> Vec<u32> {
+    segments.iter().copied().step_by(segments.len() / most + 1).collect()
+}
 
-/// Where the device has other bytes than the backup, in `segments` of it; `None` if no difference is found. With `zeros` blocks that
+/// Where the device has other bytes than the backup, in a few blocks of each of these segments; `None` if no difference is found. With `zeros` blocks that
 /// the backup does not have are compared too: they are zeros on the device. A block that is the one of `other` is no
 /// difference: a killed restore of `other` onto the backup has written a part of it.
 pub fn differs(
@@ -25,7 +27,7 @@ pub fn differs(
     device: &Device,
 ) -> Result<Option<u64>> {
     let mut buffer = AlignedBuffer::new(SEGMENT as usize / 1024);
-    for number in segments.iter().step_by(segments.len() / SAMPLES + 1) {
+    for number in segments {
         let mut packs = Packs::default();
         let segment = repository.segment_at(index, *number, &mut packs)?;
         let mut found = Vec::new();

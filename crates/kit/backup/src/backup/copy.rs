@@ -25,9 +25,6 @@ use crate::repository::{self, About, BLOCK, Extent, Index, Partial, Repository, 
 use crate::sampled;
 use crate::wait::unless;
 
-/// Segments of an incremental backup of which blocks are compared. Nothing of them is cached, so each costs 2 ms.
-const SAMPLES: usize = 8;
-
 /// Reads and stores, and writes the index. What is interrupted or fails can be gone on with.
 pub fn store(repository: &Repository, request: &Request, device: &Device, job: Job) -> Result<Index> {
     let began = Instant::now();
@@ -73,7 +70,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
     about.added = written.added;
     let index =
         Index { about, packs: written.packs, segments: written.segments, changed: seen.changed.finish() };
-    if let Err(error) = is_of_device(repository, &index, device)
+    if let Err(error) = check_unlisted(repository, &index, device)
         .and_then(|()| Ok(repository.store.stop().check()?))
         .and_then(|()| commit(repository, &index))
     {
@@ -88,7 +85,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
 
 /// What is left of a backup that failed: enough to go on with, unless what was read is wrong.
 fn given_up(repository: &Repository, partial: Partial, error: Error) -> Error {
-    match error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::OtherDevice { .. }) {
+    match error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::Unlisted { .. }) {
         true => partial::drop_own(repository, &partial.about),
         false if partial.done.is_empty() => {}
         false => partial::leave(repository, &partial),
@@ -96,17 +93,15 @@ fn given_up(repository: &Repository, partial: Partial, error: Error) -> Error {
     error
 }
 
-/// An incremental backup takes from its base what the driver does not list. Where the device has something else there, it is not the
-/// device of the snapshot. Some of it is compared.
-fn is_of_device(repository: &Repository, index: &Index, device: &Device) -> Result<()> {
+/// An incremental backup takes what the driver does not list from its base. Fails where a sample shows that the device holds
+/// something else.
+fn check_unlisted(repository: &Repository, index: &Index, device: &Device) -> Result<()> {
     let Some(base) = &index.about.base else { return Ok(()) };
-    let step = index.segments.len() / SAMPLES + 1;
-    let some: Vec<u32> = index.segments.iter().step_by(step).map(|of| of.number).collect();
-    match sampled::differs(repository, index, None, &some, false, device)? {
+    let all: Vec<u32> = index.segments.iter().map(|of| of.number).collect();
+    // A small incremental backup takes 0.3 seconds, and none of these reads is cached: 32 segments would show.
+    match sampled::differs(repository, index, None, &sampled::some(&all, 8), false, device)? {
         None => Ok(()),
-        Some(offset) => {
-            Err(Error::OtherDevice { path: device.path().to_owned(), base: base.clone(), offset })
-        }
+        Some(offset) => Err(Error::Unlisted { path: device.path().to_owned(), base: base.clone(), offset }),
     }
 }
 

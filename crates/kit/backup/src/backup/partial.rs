@@ -90,7 +90,8 @@ fn why_not(
     done.sort_unstable();
     // What no driver has called unused was read, and is zeros.
     let zeros = request.asked.is_none();
-    let differs = sampled::differs(repository, &as_index(partial), None, &done, zeros, device)?;
+    let some = sampled::some(&done, 32);
+    let differs = sampled::differs(repository, &as_index(partial), None, &some, zeros, device)?;
     Ok(differs.map(|offset| format!("{} holds other data at byte {offset}", device.path().display())))
 }
 

@@ -130,6 +130,22 @@ fn of_two_servers_on_one_socket_one_serves_and_the_other_ends() {
     }
 }
 
+/// Somebody else may lock the directory, and never let go.
+#[test]
+fn a_signal_ends_the_wait_for_the_directory_of_a_socket() {
+    let (place, _, _) = Place::with_backup(2 * MIB);
+    std::fs::create_dir(place.path("dir")).expect("mkdir");
+    let dir = std::fs::File::open(place.path("dir")).expect("open");
+    dir.lock().expect("lock");
+    let socket = place.path("dir/nbd.sock");
+    let mut running = Running::start(place.command(&["mount", "latest", "--socket", arg(&socket)]));
+    testkit::until_caught(running.0.id());
+    assert_eq!(running.ends_within(std::time::Duration::from_secs(1)), None);
+    running.signal(Signal::SIGTERM);
+    assert_eq!(running.ends_within(std::time::Duration::from_secs(30)), Some(130));
+    assert!(!socket.exists());
+}
+
 /// A terminal would act on it.
 #[test]
 fn a_path_is_shown_as_text() {

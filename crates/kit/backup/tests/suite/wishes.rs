@@ -58,7 +58,7 @@ fn a_volume_that_was_made_anew_is_backed_up_whole() {
     place.restores(&id(&made), &world.image, SIZE);
 }
 
-/// Only what changed is read: of another device that was a mixture of two, with exit code 0.
+/// Only what changed is read, so the backup of another device was a mixture of both, with exit code 0.
 #[test]
 fn an_incremental_backup_of_another_device_is_refused() {
     let world = World::new();
@@ -68,7 +68,7 @@ fn an_incremental_backup_of_another_device_is_refused() {
         let path = place.path(of);
         std::fs::copy(place.image(), &path).expect("copy");
         let file = std::fs::File::options().write(true).open(&path).expect("open");
-        // The delta begins behind the first of them.
+        // The first of these blocks is not in the delta.
         other.write(&file, 100, blocks, 3).expect("write");
         for wish in ["incremental", "auto"] {
             let mut arguments = world.back_up(wish, "two", &[]);

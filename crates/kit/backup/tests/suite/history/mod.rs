@@ -230,20 +230,20 @@ impl Life {
     /// Writes to a volume and takes a snapshot: its handle.
     fn take(&mut self, volume: usize) -> String {
         self.write(volume);
-        let handle = format!("snap-{}", self.taken.len());
         let Volume { image, size, .. } = &self.volumes[volume];
-        self.driver.snapshot(&handle, image, *size);
-        self.taken.insert(handle.clone(), Taken { volume, image: image.clone(), size: *size });
-        handle
+        self.note(Taken { volume, image: image.clone(), size: *size })
     }
 
     /// Another snapshot of the same moment: its handle.
     fn twin(&mut self, of: &str) -> String {
-        let handle = format!("snap-{}", self.taken.len());
         let Taken { volume, image, size } = &self.taken[of];
-        let (volume, image, size) = (*volume, image.clone(), *size);
-        self.driver.snapshot(&handle, &image, size);
-        self.taken.insert(handle.clone(), Taken { volume, image, size });
+        self.note(Taken { volume: *volume, image: image.clone(), size: *size })
+    }
+
+    fn note(&mut self, taken: Taken) -> String {
+        let handle = format!("snap-{}", self.taken.len());
+        self.driver.snapshot(&handle, &taken.image, taken.size);
+        self.taken.insert(handle.clone(), taken);
         handle
     }
 
