@@ -16,7 +16,7 @@ usage="usage: cluster-test.sh [PART...]
   chart        from kustomize to the chart, upgrade, rollback and uninstall over volumes in use; the chart on an empty cluster
   overlays     every overlay that the other parts do not install, with the smoke test of hack/e2e.sh
   distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
-  alerts       the alerts of the chart but HashingStuck fire for what the programs serve: a full pool, a node without power and more
+  alerts       each alert of the chart fires for what the programs serve: a full pool, a node without power and more
   single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   pages        the commands of docs/install.md for an existing cluster, and those of docs/uninstall.md

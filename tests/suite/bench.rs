@@ -78,7 +78,7 @@ async fn ours_is_measured_on_every_pool(rig: Rig<pool>) {
     assert!(missing.iter().all(|(id, kind)| *kind == "left-out" && may_miss(id)), "{missing:?}");
     let all = "create snapshot-first allocated snapshot-0.01 snapshot-1 snapshot-10 delta-0.01-at-once \
                delta-10-at-once delta-1-later listed-1 restore clone delete-snapshot delete-volume write-before \
-               write-during write-after pause-during many-snapshot many-delta-last many-delta-first many-delete \
+               write-during write-after pause-during many-snapshot many-delta-last many-delta-first many-restore many-delete \
                space-data space-snapshots space-restored space-clone";
     for id in all.split(' ') {
         assert!(measured.contains(&id) || may_miss(id), "{id} is missing: {measured:?}");

@@ -4,14 +4,34 @@
 # shellcheck disable=SC2154,SC2317
 
 part_alerts() {
-    local data pool=/var/lib/deltapath/pool record='/var/lib/deltapath/pool/volumes/*/record.json'
+    local volume data pool=/var/lib/deltapath/pool record='/var/lib/deltapath/pool/volumes/*/record.json'
     (cd "$root/hack/alerts" && go build -o "$scratch/alerts" .)
     on "$name-a" up --nodes 2
     on "$name-a" install --distributed --chart --set 'driver.extraArgs={--pool-size=1Gi}'
     k apply --filename "$root/deploy/examples/block.yaml"
     k wait --for condition=ready --timeout 120s pod/block
     node=$(k get pod block --output 'jsonpath={.spec.nodeName}')
+    volume=$(k get persistentvolumeclaim block --output 'jsonpath={.spec.volumeName}')
     fire "" 65
+
+    say "a hashing thread that does not go on, as if a disk did not answer"
+    # PTRACE_SEIZE and PTRACE_INTERRUPT stop this thread alone, until perl ends.
+    # shellcheck disable=SC2016 # perl's, and the node's shell
+    on "$name-a" exec --node "${node#node}" bash -c 'exec perl -e '\''
+        syscall(101, $_, $ARGV[0] + 0, 0, 0) == 0 or die "ptrace: $!" for 0x4206, 0x4207;
+        sleep 1 until -e "/run/go-on"'\'' "$(grep -lx hashing /proc/[0-9]*/task/[0-9]*/comm | cut -d / -f 5)"' &
+    k apply --filename - <<'Y'
+apiVersion: snapshot.storage.k8s.io/v1
+kind: VolumeSnapshot
+metadata: {name: block, namespace: default}
+spec: {volumeSnapshotClassName: deltapath, source: {persistentVolumeClaimName: block}}
+Y
+    k wait --for 'jsonpath={.status.readyToUse}=true' --timeout 60s volumesnapshot/block
+    fire DeltapathHashingStuck 70
+    on "$name-a" exec --node "${node#node}" touch /run/go-on
+    wait $!
+    k delete volumesnapshot/block --timeout 60s
+    fire "" 5
 
     say "a full pool"
     k exec block -- sh -c 'dd if=/dev/urandom of=/dev/volume bs=1M count=1000 conv=fsync 2>&1 | tail -n 1'
@@ -30,6 +50,7 @@ part_alerts() {
     fire DeltapathVolumeUnhealthy 8
     on "$name-a" exec --node "${node#node}" bash -c "mv $data.away $data"
     k delete --filename "$root/deploy/examples/block.yaml" --timeout 120s
+    k wait --for delete "persistentvolume/$volume" --timeout 120s
 
     say "a pool that is hidden"
     on "$name-a" exec --node 2 mount -t tmpfs tmpfs "$pool"

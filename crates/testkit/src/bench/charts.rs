@@ -226,14 +226,19 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
         bars_of(title, "ms", bars)
     };
     let growth = |table, title, what, points: &[&'static str]| {
-        let line = |(series, pool)| {
-            let figure = |part| rows.figure((table, pool, what), "measured", part, "ms");
-            (series, (0..points.len()).map(figure).collect())
+        let line = |(series, pool, cell)| {
+            let figure = |part| rows.figure((table, pool, what), cell, part, "ms");
+            (series, (0..points.len()).map(figure).collect::<Vec<_>>())
         };
-        let lines = [(BTRFS, "btrfs"), (XFS, "xfs"), (DIR, "dir")].map(line).to_vec();
-        Panel::Lines { title, points: points.to_vec(), lines }
+        let of_pools =
+            [(BTRFS, "btrfs", "measured"), (XFS, "xfs", "measured"), (DIR, "dir", "measured")].map(line);
+        let bare = line((BARE, "btrfs", "beside"));
+        let lines = of_pools.into_iter().chain([bare]).filter(|line| line.1.iter().any(Option::is_some));
+        Panel::Lines { title, points: points.to_vec(), lines: lines.collect() }
     };
     let sizes = ["1 GiB", "16 GiB", "256 GiB", "4 TiB", "16 TiB"];
+    let amounts = ["64 MiB", "256 MiB", "1 GiB", "4 GiB"];
+    let data = |title, what| growth("growth of the data", title, what, &amounts);
     let volume = |title, what| growth("growth of the volume", title, what, &sizes);
     let chain = |title, what| growth("growth of the snapshots", title, what, &["1", "10", "100", "1,000"]);
     let sparse = |title, series, pool| {
@@ -305,6 +310,17 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
             &[sparse("btrfs pool", BTRFS, "btrfs"), sparse("xfs pool", XFS, "xfs")],
         ),
         draw(
+            "data",
+            "As the data grows",
+            "64 MiB to 4 GiB of data in a volume of 16 GiB. Bare: a copy of the data, and reading what changed in two files.",
+            &[
+                data("CreateSnapshot, the first", "CreateSnapshot, the first"),
+                data("CreateVolume from a snapshot", "CreateVolume from a snapshot"),
+                data("GetMetadataDelta of 1 %, at once", "GetMetadataDelta of 1 %, at once"),
+                data("GetMetadataDelta of 1 %, later", "GetMetadataDelta of 1 %, later"),
+            ],
+        ),
+        draw(
             "volume",
             "As the volume grows",
             "The same 64 MiB of data in volumes of 1 GiB to 16 TiB.",
@@ -321,6 +337,7 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
             "8 MiB of data in 1 GiB, 1 % changed before each snapshot; by the number of snapshots that are there.",
             &[
                 chain("CreateSnapshot", "CreateSnapshot after 1 % changed"),
+                chain("CreateVolume from a snapshot", "CreateVolume from a snapshot"),
                 chain("DeleteSnapshot", "DeleteSnapshot"),
                 chain("A delta from the snapshot before", "GetMetadataDelta from the one before"),
                 chain("A delta from the first snapshot", "GetMetadataDelta from the first"),

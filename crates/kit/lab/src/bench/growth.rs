@@ -44,6 +44,7 @@ impl Bench<'_> {
             let take = spot(self, "many-snapshot", "CreateSnapshot after 1 % changed");
             let since_last = spot(self, "many-delta-last", "GetMetadataDelta from the one before");
             let since_first = spot(self, "many-delta-first", "GetMetadataDelta from the first");
+            let restore = spot(self, "many-restore", "CreateVolume from a snapshot");
             let delete = spot(self, "many-delete", "DeleteSnapshot");
             for _ in 0..self.plan.runs {
                 let (Some(oldest), Some(base)) = (&first, &last) else { return Ok(()) };
@@ -51,6 +52,8 @@ impl Bench<'_> {
                 let taken = self.snapshot(&subject, &take).await?;
                 self.delta(&since_last, base, &taken, subject.size).await?;
                 self.delta(&since_first, oldest, &taken, subject.size).await?;
+                let source = csi_client::from_snapshot(&taken.id);
+                self.copy(&restore, source, &taken.content, subject.size.device).await?;
                 // The new one takes the place of the one before, so that there are as many in each run.
                 self.step(&delete, self.plugin.delete_snapshot(&base.id)).await?;
                 if oldest.id == base.id {

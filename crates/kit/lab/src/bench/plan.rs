@@ -26,7 +26,7 @@ impl Plan {
     pub fn steps(&self) -> u64 {
         let life = 8 + 3 * self.changed.len() as u64;
         let growth =
-            4 * self.runs * self.snapshots.len() as u64 + self.snapshots.last().copied().unwrap_or(0);
+            5 * self.runs * self.snapshots.len() as u64 + self.snapshots.last().copied().unwrap_or(0);
         self.sizes.len() as u64 * self.runs * life + growth
     }
 }
