@@ -80,7 +80,7 @@ check: lint
 test: deps ## Lint, unit and integration tests on all pools, and nothing left behind: all that needs no Go and no image
 	@hack/test-deps.sh --debian
 	@$(MAKE) --no-print-directory lint
-	@echo "make test: what needs programs built by Go or the container image is left to make test-all"
+	@echo "make test: what takes longest, or needs programs built by Go or the container image, is left to make test-all"
 	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh --without-go
 
 PARTS = deps test-deps lint book image-rootfs
