@@ -25,7 +25,7 @@ for argument in "$@"; do
         *) filter=$argument ;;
     esac
 done
-# Each takes over half a minute of a processor.
+# Those that take most of a processor. Shorter tests see most of what they see.
 long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled'
 jobs=${JOBS:-$((3 * $(nproc)))}
 export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes

@@ -323,7 +323,7 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
         draw(
             "volume",
             "As the volume grows",
-            "The same 64 MiB of data in volumes of 1 GiB to 16 TiB.",
+            "The same 64 MiB of data in volumes of 1 GiB to 16 TiB. Bare: a copy of the data, and reading what changed in two files.",
             &[
                 volume("CreateSnapshot, the first", "CreateSnapshot, the first"),
                 volume("GetMetadataDelta of 1 %, at once", "GetMetadataDelta of 1 %, at once"),
