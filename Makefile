@@ -81,7 +81,7 @@ test: deps ## Lint, unit and integration tests on all pools, and nothing left be
 	@hack/test-deps.sh --debian
 	@$(MAKE) --no-print-directory lint
 	@echo "make test: what takes longest, or needs programs built by Go or the container image, is left to make test-all"
-	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh --without-go
+	CARGO="$(CARGO)" hack/no-leaks.sh hack/run-tests.sh --short
 
 PARTS = deps test-deps lint book image-rootfs
 test-all: ## Everything that must hold, also with csi-sanity, a Kubernetes API server, an S3 server and the image (needs Go)

@@ -4,10 +4,10 @@
 # Tests that compute more than they wait run one for each core, and the others at the same time: so the cores are busy, and no test is
 # starved.
 #
-#   run-tests.sh [--without-go] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
+#   run-tests.sh [--short] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
 #
-# --without-go leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77), and
-# what takes longest.
+# --short leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77) and, without
+# a FILTER, what takes longest.
 # The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times: seconds,
 # label, seconds of a processor.
 set -euo pipefail
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 filter=
 for argument in "$@"; do
     case $argument in
-        --without-go)
+        --short)
             export DELTAPATH_WITHOUT_GO=1
             # Fewer random lives, too: `make test` is for a person who waits.
             export DELTAPATH_MODEL_CASES=${DELTAPATH_MODEL_CASES:-5} PROPTEST_CASES=${PROPTEST_CASES:-10}
@@ -25,7 +25,7 @@ for argument in "$@"; do
         *) filter=$argument ;;
     esac
 done
-# Those that take most of a processor. Shorter tests see most of what they see.
+# They take a minute or two each. Shorter tests see most of what they see.
 long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled'
 jobs=${JOBS:-$((3 * $(nproc)))}
 export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes
@@ -103,7 +103,7 @@ run_one() {
 export -f run_one
 
 plan >"$work/plan"
-if [ -n "${DELTAPATH_WITHOUT_GO:-}" ]; then
+if [ -n "${DELTAPATH_WITHOUT_GO:-}" ] && [ -z "$filter" ]; then
     sed -nE "/$long/p" "$work/plan" | cut -f 3 | sed 's/.*/          &  left out: takes long/' | tee "$work/long"
     echo "0 0 $(wc -l <"$work/long")" >"$work/counts"
     sed -i -E "/$long/d" "$work/plan"

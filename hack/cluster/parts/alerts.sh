@@ -4,7 +4,7 @@
 # shellcheck disable=SC2154,SC2317
 
 part_alerts() {
-    local volume data pool=/var/lib/deltapath/pool record='/var/lib/deltapath/pool/volumes/*/record.json'
+    local volume stopped data pool=/var/lib/deltapath/pool record='/var/lib/deltapath/pool/volumes/*/record.json'
     (cd "$root/hack/alerts" && go build -o "$scratch/alerts" .)
     on "$name-a" up --nodes 2
     on "$name-a" install --distributed --chart --set 'driver.extraArgs={--pool-size=1Gi}'
@@ -14,12 +14,13 @@ part_alerts() {
     volume=$(k get persistentvolumeclaim block --output 'jsonpath={.spec.volumeName}')
     fire "" 65
 
-    say "a hashing thread that does not go on, as if a disk did not answer"
+    say "a hashing thread that hangs, as if a disk did not answer"
     # PTRACE_SEIZE and PTRACE_INTERRUPT stop this thread alone, until perl ends.
     # shellcheck disable=SC2016 # perl's, and the node's shell
     on "$name-a" exec --node "${node#node}" bash -c 'exec perl -e '\''
         syscall(101, $_, $ARGV[0] + 0, 0, 0) == 0 or die "ptrace: $!" for 0x4206, 0x4207;
         sleep 1 until -e "/run/go-on"'\'' "$(grep -lx hashing /proc/[0-9]*/task/[0-9]*/comm | cut -d / -f 5)"' &
+    stopped=$!
     k apply --filename - <<'Y'
 apiVersion: snapshot.storage.k8s.io/v1
 kind: VolumeSnapshot
@@ -29,7 +30,7 @@ Y
     k wait --for 'jsonpath={.status.readyToUse}=true' --timeout 60s volumesnapshot/block
     fire DeltapathHashingStuck 70
     on "$name-a" exec --node "${node#node}" touch /run/go-on
-    wait $!
+    wait "$stopped"
     k delete volumesnapshot/block --timeout 60s
     fire "" 5
 

@@ -10,14 +10,14 @@ use crate::error::Result;
 use crate::repository::pack::Packs;
 use crate::repository::{BLOCK, Extent, Index, Repository, SEGMENT, pieces};
 
-/// At most so many of these segments, spread over all: what is to be compared.
+/// At most this many of the segments, spread over all of them.
 pub fn some(segments: &[u32], most: usize) -> Vec<u32> {
     segments.iter().copied().step_by(segments.len() / most + 1).collect()
 }
 
-/// Where the device has other bytes than the backup, in a few blocks of each of these segments; `None` if no difference is found. With `zeros` blocks that
-/// the backup does not have are compared too: they are zeros on the device. A block that is the one of `other` is no
-/// difference: a killed restore of `other` onto the backup has written a part of it.
+/// Where the device has other bytes than the backup, in a few blocks of each of these segments; `None` if no difference is
+/// found. With `zeros` blocks that the backup does not have are compared too: they are zeros on the device. A block that is
+/// the one of `other` is no difference: a killed restore of `other` onto the backup has written a part of it.
 pub fn differs(
     repository: &Repository,
     index: &Index,

@@ -130,14 +130,6 @@ fn a_device_that_is_being_restored_is_not_backed_up() {
     place.full();
 }
 
-/// Whether a thread of a process waits in a function of the kernel with this in its name.
-fn waits_in(process: u32, function: &str) -> bool {
-    let threads = std::fs::read_dir(format!("/proc/{process}/task")).expect("it runs");
-    threads.flatten().any(|thread| {
-        std::fs::read_to_string(thread.path().join("wchan")).is_ok_and(|place| place.contains(function))
-    })
-}
-
 /// A reader takes its time, or is gone and the pipe is still open.
 #[test]
 fn a_reader_of_results_that_stops_holds_nothing_up() {
@@ -148,7 +140,7 @@ fn a_reader_of_results_that_stops_holds_nothing_up() {
         nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).expect("a small pipe");
         std::io::Write::write_all(&mut writer, &[b'x'; 4096]).expect("write");
         let mut running = Running(place.command(&[command]).stdout(writer).spawn().expect("start"));
-        testkit::until("it writes to the pipe", || waits_in(running.0.id(), "pipe_write"));
+        testkit::until_blocked_in(running.0.id(), "pipe_write");
         // The repository is free as soon as there is nothing left but to print.
         place.ok(&["prune", "--keep-last", "1"]);
         running.signal(nix::sys::signal::Signal::SIGTERM);
