@@ -9,13 +9,12 @@ use std::time::Duration;
 
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
-use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, Join, ReadBuf, Take, join};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Instant, Sleep, sleep, timeout};
-use tokio_rustls::LazyConfigAcceptor;
+use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
@@ -23,10 +22,10 @@ use tonic::Status;
 use tonic::transport::server::Connected;
 
 use crate::identity::Identity;
-use crate::slots::{Bounds, Slot, Slots};
+use crate::slots::{Bounds, Slot, Slots, Stage};
 
-/// Hellos that are answered at once.
-const TURNS: usize = 4;
+/// Connections that lost their slot during the handshake and are not closed yet: with more of them, none is accepted.
+const CLOSING: usize = 256;
 /// The most bytes that a client may send before its handshake is done: the library keeps a message that has not come whole, of up to
 /// 64 KiB, and thousands of strangers may be in the handshake. A hello has two thousand, a chain of certificates a few more.
 const HANDSHAKE: u64 = 16 << 10;
@@ -80,10 +79,11 @@ pub fn tls(
     limits: Limits,
 ) -> ReceiverStream<io::Result<Connection>> {
     let (ready, connections) = mpsc::channel(64);
-    let turns = Arc::new(Semaphore::new(TURNS));
+    let in_handshake = Arc::new(Semaphore::new(limits.stages[Stage::Open as usize] + CLOSING));
     let slots = Slots::new(Bounds { stages: limits.stages, each: limits.each, unknown: limits.unknown });
     tokio::spawn(async move {
-        loop {
+        // The semaphore is never closed.
+        while let Ok(permit) = in_handshake.clone().acquire_owned().await {
             let stream = tokio::select! {
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => stream,
@@ -101,14 +101,15 @@ pub fn tls(
                 tracing::debug!("a connection is closed: there is no certificate yet");
                 continue;
             };
-            let (slot, turns, ready, limits) = (slots.enter(), turns.clone(), ready.clone(), limits.clone());
+            let (slot, ready, limits) = (slots.enter(), ready.clone(), limits.clone());
             let closed = slot.closed();
             tokio::spawn(async move {
+                let _permit = permit;
                 let greet = async {
-                    // Who says nothing costs next to nothing.
-                    stream.readable().await?;
+                    // Who says nothing costs next to nothing. (`readable` may end before anything has come.)
+                    stream.peek(&mut [0]).await?;
                     Box::pin(async {
-                        let stream = greet(stream, config, &turns).await?;
+                        let stream = greet(stream, config).await?;
                         let _ = ready.send(Ok(Connection::new(stream, &limits, slot))).await;
                         io::Result::Ok(())
                     })
@@ -129,26 +130,10 @@ pub fn tls(
     ReceiverStream::new(connections)
 }
 
-/// The handshake. Its costly part, the answer to a whole hello, has to wait for one of a few turns, in the order of arrival: of a crowd
-/// that says hello at once, few are ready to run, and the calls of those who are in do not wait behind all others.
-async fn greet(
-    stream: TcpStream,
-    config: Arc<ServerConfig>,
-    turns: &Semaphore,
-) -> io::Result<TlsStream<Tcp>> {
+async fn greet(stream: TcpStream, config: Arc<ServerConfig>) -> io::Result<TlsStream<Tcp>> {
     let (read, write) = stream.into_split();
     let stream = join(read.take(HANDSHAKE), write);
-    let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
-    let mut accepting = Box::pin(start.into_stream(config));
-    let answered = {
-        // The semaphore is never closed. A client that is slow to continue has no turn meanwhile.
-        let _turn = turns.acquire().await;
-        std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context))).await
-    };
-    let mut stream = match answered {
-        Poll::Ready(stream) => stream,
-        Poll::Pending => accepting.await,
-    }?;
+    let mut stream = TlsAcceptor::from(config).accept(stream).await?;
     stream.get_mut().0.reader_mut().set_limit(u64::MAX);
     Ok(stream)
 }
