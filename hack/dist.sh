@@ -4,7 +4,7 @@
 #   deltapath-VERSION-ARCH-linux.tar.gz     the six programs, static, with man pages and completions: x86_64, aarch64
 #   deltapath-VERSION-images-x86_64.tar     all images, as one OCI layout
 #   deltapath-VERSION.tgz                   the chart, which takes the images from IMAGE_REGISTRY
-#   sbom/                                   what is in each program (CycloneDX)
+#   sbom/                                   what is in each program and in each image (CycloneDX)
 #   cbt.yaml                                the manifest of `kubectl cbt` for krew
 #   RELEASE.md, SHA256SUMS
 #
@@ -167,6 +167,18 @@ cyclonedx=0.5.9
 for program in "${programs[@]}"; do
     # Paths are those of the repository.
     sed "s|$context|/src|g" "$(find "$context" -name "${program}_bin.cdx.json")" >"$out/sbom/$program.cdx.json"
+done
+
+say "what is in the images"
+syft=1.57.1
+[ -x ".deps/syft-$syft/syft" ] ||
+    GOBIN="$root/.deps/syft-$syft" go install "github.com/anchore/syft/cmd/syft@v$syft"
+for image in "${stages[@]%%:*}" backup-example; do
+    b push --quiet "localhost/$image:dist" "oci:$work/scanned/$image:dist"
+    # Neither the day of the scan nor a random number.
+    SYFT_FILE_METADATA_SELECTION=none SYFT_CHECK_FOR_APP_UPDATE=false ".deps/syft-$syft/syft" scan --quiet \
+        "oci-dir:$work/scanned/$image" --source-name "$image" --source-version "$version" --output cyclonedx-json |
+        sed -E 's/"(serialNumber|timestamp)":"[^"]*",//g' >"$out/sbom/$image.image.cdx.json"
 done
 
 say "the release text and the checksums"

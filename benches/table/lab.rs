@@ -126,18 +126,23 @@ async fn by_own_client(rig: &mut Rig, size: u64, round: usize) -> Times {
     [first, allocated, next, delta, made[0], made[1], without, gone]
 }
 
-/// Of one run, which must find every answer right.
 fn by_cbt_lab(socket: &Path, size: u64) -> Times {
-    let mut command = Command::new(testkit::program("cbt-lab"));
-    command.args(["bench", "--endpoint", &format!("unix://{}", socket.display()), "--output", "json"]);
     let plan = "--data 1Gi --changed 1 --snapshots 0 --write-time 0 --settle 3 --runs 1";
-    command.args(["--size", &size.to_string()]).args(plan.split(' '));
-    let output = command.output().expect("run cbt-lab");
-    assert!(output.status.success(), "cbt-lab bench: {}", String::from_utf8_lossy(&output.stderr));
-    let result: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let (result, is_right) = bench(socket, &format!("--size {size} {plan}"));
+    assert!(is_right, "cbt-lab bench: {result}");
     let figures = result["figures"].as_array().expect("figures");
     FIGURES.map(|(id, _)| {
         let figure = figures.iter().find(|figure| figure["id"] == id).expect("a figure of each");
         Duration::from_secs_f64(figure["measured"]["median"].as_f64().expect("a number") / 1e3)
     })
+}
+
+/// What `cbt-lab bench` finds, and whether every answer was right.
+pub fn bench(socket: &Path, plan: &str) -> (Value, bool) {
+    let mut command = Command::new(testkit::program("cbt-lab"));
+    command.args(["bench", "--endpoint", &format!("unix://{}", socket.display()), "--output", "json"]);
+    let output = command.args(plan.split(' ')).output().expect("run cbt-lab");
+    let result = serde_json::from_slice(&output.stdout);
+    let why = || format!("cbt-lab bench: {}", String::from_utf8_lossy(&output.stderr));
+    (result.unwrap_or_else(|_| panic!("{}", why())), output.status.success())
 }

@@ -3,13 +3,14 @@
 //! 20 GB of disk.
 //!
 //! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `scale` names `scale-volumes`,
-//! `scale-chain` and `scale-huge`. `btrfs`, `xfs` or `dir`, alone or beside them, runs the rows of one pool on that pool alone.
+//! `scale-chain` and `scale-huge`, and `growth` names `growth-volume`, `growth-data` and `growth-snapshots`. `btrfs`, `xfs` or `dir`, alone or beside them, runs the rows of one pool on that pool alone.
 #![allow(clippy::disallowed_methods)]
 
 mod changes;
 mod cold;
 mod crowd;
 mod fragments;
+mod growth;
 mod host;
 mod lab;
 mod load;
@@ -135,6 +136,9 @@ fn main() {
         }
         if table.wants("lab") {
             lab::run(&mut table).await;
+        }
+        if growth::IDS.iter().any(|id| table.wants(id)) {
+            growth::run(&table).await;
         }
         scale::run(&mut table).await;
         if table.wants("pools") {

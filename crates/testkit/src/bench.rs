@@ -46,9 +46,15 @@ pub fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds
 
 /// Writes a row into target/bench.json. The table is the name of the bench.
 pub fn record(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
-    // target/release/deps/TABLE-HASH
     let program = std::env::current_exe().expect("this program");
     let table = program.file_name().and_then(|name| name.to_str()?.split('-').next()).expect("a name");
+    record_in(table, id, what, measured, beside, must, holds);
+}
+
+/// The same, in another table.
+pub fn record_in(table: &str, id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
+    // target/release/deps/BENCH-HASH
+    let program = std::env::current_exe().expect("this program");
     let target = program.ancestors().nth(3).expect("the directory of the build");
     let row = json!({
         "table": table, "id": id, "what": what, "measured": measured, "beside": beside, "must": must, "holds": holds

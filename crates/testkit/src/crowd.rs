@@ -25,7 +25,6 @@ pub struct Door {
 pub enum Stranger {
     Connection,
     HalfHello,
-    Hello,
     Handshake,
     Preface,
 }
@@ -47,12 +46,11 @@ impl Stranger {
         let mut rest = Vec::new();
         match self {
             Stranger::Connection => {}
-            Stranger::HalfHello | Stranger::Hello => {
+            Stranger::HalfHello => {
                 let mut hello = Vec::new();
                 let mut client = rustls::ClientConnection::new(config, name).expect("a client");
                 client.write_tls(&mut hello)?;
-                let sent = if matches!(self, Stranger::Hello) { hello.len() } else { hello.len() / 2 };
-                stream.write_all(&hello[..sent]).await?;
+                stream.write_all(&hello[..hello.len() / 2]).await?;
             }
             Stranger::Handshake | Stranger::Preface => {
                 let mut stream = tokio_rustls::TlsConnector::from(config).connect(name, stream).await?;
