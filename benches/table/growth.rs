@@ -107,7 +107,7 @@ fn compare(drivers: &[Figures]) {
         bare.sort_by(f64::total_cmp);
         let bare = match bare[..] {
             [] => String::new(),
-            [least, .., most] => format!("{} to {}", number(least, figure), number(most, figure)),
+            [least, .., most] => range(least, most, figure),
             [one] => number(one, figure),
         };
         record_in("any driver", "", name(figure), &measured.join("; "), &bare, "", true);
@@ -129,7 +129,14 @@ fn cell(figure: &Value, spread: &str) -> String {
     let (Some(median), Some(least), Some(most)) = (part("median"), part("min"), part("max")) else {
         return "left out".into();
     };
-    format!("{} ({} to {})", number(median, figure), number(least, figure), number(most, figure))
+    format!("{} ({})", number(median, figure), range(least, most, figure))
+}
+
+/// The unit stands behind the second number alone.
+fn range(least: f64, most: f64, figure: &Value) -> String {
+    let (least, most) = (number(least, figure), number(most, figure));
+    let unit = least.trim_start_matches(|c: char| c.is_ascii_digit() || "-.".contains(c));
+    format!("{} to {most}", &least[..least.len() - unit.len()])
 }
 
 fn number(number: f64, figure: &Value) -> String {
