@@ -47,7 +47,7 @@ export SOURCE_DATE_EPOCH LC_ALL=C
 . hack/buildah.sh
 work=$deps/dist
 rm -rf "$out" "$work"
-mkdir -p "$out/sbom" "$work/target" "$work/source"
+mkdir -p "$out/sbom" "$work/target" "$work/source" "$work/scanned"
 trap 'b rm --all >/dev/null; rm -rf "$work"' EXIT
 context=$work/source
 git archive HEAD | tar -x -C "$context"
