@@ -396,15 +396,6 @@ pub fn until_caught(pid: u32) {
     });
 }
 
-/// Waits until a thread of a process waits in a function of the kernel with this in its name.
-pub fn until_blocked_in(pid: u32, function: &str) {
-    until(&format!("a thread of process {pid} waits in {function}"), || {
-        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs").flatten();
-        let mut places = threads.map(|thread| std::fs::read_to_string(thread.path().join("wchan")));
-        places.any(|place| place.is_ok_and(|place| place.contains(function)))
-    });
-}
-
 /// What is done again and again in a thread while a test runs, until it is dropped at the latest.
 pub struct Beside {
     goes_on: Arc<AtomicBool>,

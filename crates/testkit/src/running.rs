@@ -85,3 +85,12 @@ pub fn is_plain(log: &str) {
     let line = log.lines().find(is_dump);
     assert_eq!(line, None, "the log has a dump of an error");
 }
+
+/// Waits until a thread of a process waits in a function of the kernel with this in its name.
+pub fn until_blocked_in(pid: u32, function: &str) {
+    crate::until(&format!("a thread of process {pid} waits in {function}"), || {
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs").flatten();
+        let mut places = threads.map(|thread| std::fs::read_to_string(thread.path().join("wchan")));
+        places.any(|place| place.is_ok_and(|place| place.contains(function)))
+    });
+}

@@ -140,7 +140,7 @@ fn a_reader_of_results_that_stops_holds_nothing_up() {
         nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).expect("a small pipe");
         std::io::Write::write_all(&mut writer, &[b'x'; 4096]).expect("write");
         let mut running = Running(place.command(&[command]).stdout(writer).spawn().expect("start"));
-        testkit::until_blocked_in(running.0.id(), "pipe_write");
+        testkit::running::until_blocked_in(running.0.id(), "pipe_write");
         // The repository is free as soon as there is nothing left but to print.
         place.ok(&["prune", "--keep-last", "1"]);
         running.signal(nix::sys::signal::Signal::SIGTERM);
