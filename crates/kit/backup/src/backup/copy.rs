@@ -34,6 +34,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
     let (packs, segments) = done.as_ref().map_or((&[][..], &[][..]), |done| (&done.packs, &done.segments));
     let segments = segments.iter().filter(|of| touched.contains(&of.number));
     let source = partial::source(request, device);
+    partial::reserve(repository, &about, &source)?;
     let run = Run {
         device,
         request,
@@ -85,9 +86,9 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
 
 /// What is left of a backup that failed: enough to go on with, unless what was read is wrong.
 fn given_up(repository: &Repository, partial: Partial, error: Error) -> Error {
-    match error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::Unlisted { .. }) {
+    let is_wrong = error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::Unlisted { .. });
+    match is_wrong || partial.done.is_empty() {
         true => partial::drop_own(repository, &partial.about),
-        false if partial.done.is_empty() => {}
         false => partial::leave(repository, &partial),
     }
     error

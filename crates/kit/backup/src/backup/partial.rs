@@ -9,6 +9,7 @@ use super::state::State;
 use crate::device::{Device, Identity};
 use crate::error::Result;
 use crate::repository::index::envelope;
+use crate::repository::names::time_of;
 use crate::repository::verify::as_index;
 use crate::repository::writer::Writer;
 use crate::repository::{About, Kind, Partial, Repository};
@@ -157,6 +158,16 @@ fn write(repository: &Repository, partial: &Partial) -> Result<()> {
 
 fn name(about: &About) -> String {
     format!("partial/{}", about.id)
+}
+
+/// Notes the id of a backup that begins while the clock is behind the last one. The id of each backup that begins before this one
+/// is over comes after it. Where the clock is right, it sees to that.
+pub fn reserve(repository: &Repository, about: &About, source: &Option<Identity>) -> Result<()> {
+    if time_of(&about.id).is_none_or(|time| time.as_second() <= about.created) {
+        return Ok(());
+    }
+    let (packs, segments, done) = Default::default();
+    write(repository, &Partial { about: about.clone(), packs, segments, done, source: source.clone() })
 }
 
 /// Leaves what `--resume` continues with. Errors are only logged: the backup has failed already.

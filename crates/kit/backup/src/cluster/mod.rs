@@ -21,7 +21,8 @@ pub use objects::CLAIMED;
 
 use crate::arguments::{Cluster, RunArguments};
 use crate::error::{Error, Result, refused};
-use crate::repository::{About, random_digits};
+use crate::repository::About;
+use crate::repository::names::random_digits;
 use crate::wait::unless;
 use ended::Ended;
 use objects::{MANAGED_BY, OF_RUN, OURS, another, is_managed, not_of_a_run};

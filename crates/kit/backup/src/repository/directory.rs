@@ -34,7 +34,7 @@ pub fn walk(dir: &Path, name: &str, shelves: bool, found: &mut Vec<(String, Meta
         // Ours are letters and digits, and others may have any bytes.
         let file_name = entry.file_name();
         let Some(name) = Path::new(name).join(&file_name).to_str().map(str::to_owned) else { continue };
-        let is_shelf = shelves && file_name.to_str().is_some_and(|name| super::are_digits(name, 2));
+        let is_shelf = shelves && file_name.to_str().is_some_and(|name| super::names::are_digits(name, 2));
         match entry.metadata() {
             Ok(of) if of.is_dir() && is_shelf => walk(dir, &name, false, found)?,
             Ok(of) if of.is_dir() => {}

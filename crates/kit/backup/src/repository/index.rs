@@ -1,8 +1,6 @@
 //! The index of a backup: what it is, and where the maps of its segments lie. One object a backup; without it the backup
 //! does not exist.
 
-use std::collections::HashSet;
-
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -113,8 +111,9 @@ impl Index {
 pub fn check(about: &About, packs: &[PackRef], segments: &[SegmentRef], name: &str) -> Result<()> {
     let pack = |place: &u32| packs.get(*place as usize);
     pack::check(packs, name)?;
-    let mut seen = HashSet::new();
-    let are_distinct = packs.iter().all(|pack| seen.insert(pack.id));
+    let mut ids: Vec<&[u8; 32]> = packs.iter().map(|pack| &pack.id).collect();
+    ids.sort_unstable();
+    let are_distinct = ids.is_sorted_by(|a, b| a < b);
     let is_ascending = segments.is_sorted_by(|a, b| a.number < b.number);
     let is_inside = segments.last().is_none_or(|last| u64::from(last.number) * super::SEGMENT < about.size);
     let are_known = segments.iter().all(|of| {

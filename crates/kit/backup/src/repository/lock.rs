@@ -371,7 +371,7 @@ impl ObjectLock {
         // Numbers and texts.
         let bytes =
             serde_json::to_vec(&Holder::new(&wanted)).expect("strings and numbers can be written as JSON");
-        let name = format!("locks/{}", super::random_digits(16)?);
+        let name = format!("locks/{}", super::names::random_digits(16)?);
         let written = Mutex::new(now());
         store.replace(&name, bytes.clone())?;
         // From here on, the object is removed again where this call fails.

@@ -34,6 +34,7 @@ pub mod fuzz;
 pub mod index;
 mod keep;
 pub mod lock;
+pub mod names;
 pub mod pack;
 mod patience;
 pub mod prune;
@@ -55,6 +56,7 @@ use tokio::runtime::Handle;
 
 pub use index::{About, Index, Kind, SegmentRef};
 use lock::{Lock, Lost, Wanted};
+use names::{are_digits, pack_name, random_digits};
 use pack::{PackRef, Row};
 use read::Parts;
 pub use read::{Piece, pieces};
@@ -67,7 +69,8 @@ use crate::error::{Error, Result, refused};
 
 /// The object that makes a directory a repository.
 const CONFIG: &str = "repository";
-/// Bytes of the largest index that is read: that of a volume of several PiB.
+/// Bytes of the largest index that is read: that of 80 TiB of data that cannot be compressed, or of several PiB of what can. In
+/// memory it takes at most five times as much.
 const MAX_INDEX: usize = 256 << 20;
 /// Bytes of any other object that is not a pack.
 const MAX_NOTE: usize = 1 << 20;
@@ -232,21 +235,12 @@ impl Repository {
 
     /// The ids of all backups, the oldest first.
     pub fn ids(&self) -> Result<Vec<String>> {
-        let of = |object: object_store::ObjectMeta| object.location.filename().map(str::to_owned);
-        Ok(self.store.list("backups")?.into_iter().filter_map(of).collect())
+        self.names("backups")
     }
 
-    /// An id that comes after all others, and whether the clock is behind the last of them.
-    pub fn next_id(&self, now: jiff::Timestamp) -> Result<(String, Option<String>)> {
-        let ids = self.ids()?;
-        let last = ids.iter().rev().find_map(|id| Some((id, time_of(id)?)));
-        let after =
-            |time: jiff::Timestamp| time.checked_add(jiff::Span::new().milliseconds(1)).unwrap_or(time);
-        let time = last.map_or(now, |(_, last)| now.max(after(last)));
-        let id = format!("{}-{}", time.strftime("%Y%m%dT%H%M%S%.3fZ"), random_digits(6)?);
-        // Clocks of several machines differ a little.
-        let behind = last.filter(|(_, last)| last.duration_since(now) > jiff::SignedDuration::from_secs(60));
-        Ok((id, behind.map(|(id, _)| id.clone())))
+    fn names(&self, top: &str) -> Result<Vec<String>> {
+        let of = |object: ObjectMeta| object.location.filename().map(str::to_owned);
+        Ok(self.store.list(top)?.into_iter().filter_map(of).collect())
     }
 
     /// The index of a backup.
@@ -332,17 +326,19 @@ impl Repository {
         }
     }
 
-    /// What was interrupted.
-    pub fn partials(&self) -> Result<Vec<(String, Result<Partial>)>> {
+    /// What was interrupted or is being made. Each is read when it comes to it, so that one is in memory at a time.
+    pub fn partials(&self) -> Result<impl Iterator<Item = (String, Result<Partial>)>> {
         let objects = self.store.list("partial")?;
-        let mut found = self.store.get_each(&objects, MAX_INDEX, |object, bytes| {
+        let read = |object: ObjectMeta| {
             let name = object.location.to_string();
+            let bytes = self.store.get(&name, MAX_INDEX);
             let partial = bytes.and_then(|bytes| Partial::decode(&bytes, &name));
             (name, partial)
-        })?;
+        };
         // What another backup has removed meanwhile is done.
-        found.retain(|(_, partial)| !matches!(partial, Err(error) if error.is_not_found()));
-        Ok(found)
+        let is_there =
+            |(_, partial): &(String, Result<Partial>)| !matches!(partial, Err(error) if error.is_not_found());
+        Ok(objects.into_iter().map(read).filter(is_there))
     }
 
     /// What a verify has found wrong with a backup.
@@ -421,44 +417,6 @@ fn decode(name: &str, bytes: Result<Vec<u8>>) -> Result<Index> {
     }
 }
 
-/// Whether a text is so many hexadecimal digits.
-fn are_digits(text: &str, count: usize) -> bool {
-    text.len() == count && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-}
-
-/// Whether this is the name of an object of ours. Any other in the directory, or in the bucket, is somebody else's.
-fn is_ours(name: &str) -> bool {
-    let is_id = |id: &str| {
-        time_of(id).is_some() && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
-    };
-    match name.split('/').collect::<Vec<_>>()[..] {
-        ["packs", dir, pack] => are_digits(pack, 64) && dir == &pack[..2],
-        ["backups" | "partial" | "damaged", id] => is_id(id),
-        ["locks", id] => are_digits(id, 16),
-        [name] => name == CONFIG,
-        _ => false,
-    }
-}
-
-/// The time in an id, where it has one.
-fn time_of(id: &str) -> Option<jiff::Timestamp> {
-    let (time, _) = id.rsplit_once('-')?;
-    jiff::Timestamp::strptime("%Y%m%dT%H%M%S%.fZ%z", format!("{time}+0000")).ok()
-}
-
-/// Where a pack lies.
-pub fn pack_name(pack: &PackRef) -> String {
-    let name = pack.name();
-    format!("packs/{}/{name}", &name[..2])
-}
-
-/// Random hexadecimal digits.
-pub fn random_digits(count: usize) -> Result<String> {
-    let mut bytes = vec![0; count.div_ceil(2)];
-    getrandom::fill(&mut bytes).map_err(|error| refused!("no random numbers: {error}"))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()[..count].to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -472,26 +430,5 @@ mod tests {
     pub fn open(dir: &std::path::Path, runtime: &tokio::runtime::Runtime) -> Repository {
         Repository::open_or_create(&dir.to_string_lossy(), runtime.handle(), &Stop::default())
             .expect("a repository")
-    }
-
-    #[test]
-    fn every_id_comes_after_all_others() {
-        let dir = tempfile::tempdir().expect("temp dir");
-        let runtime = runtime();
-        let repository = open(dir.path(), &runtime);
-        let mut ids: Vec<String> = Vec::new();
-        for seconds in [1_800_000_000, 1_900_000_000, 1_800_000_000, 0, 253_402_207_199, 5] {
-            let now = jiff::Timestamp::from_second(seconds).expect("a time");
-            let (id, behind) = repository.next_id(now).expect("an id");
-            assert_eq!(
-                behind.is_some(),
-                ids.last().is_some_and(|last| time_of(last).expect("a time") >= now)
-            );
-            repository.store.replace(&format!("backups/{id}"), Vec::new()).expect("write");
-            // What others put there is no backup.
-            repository.store.replace("backups/zzz-1", Vec::new()).expect("write");
-            ids.push(id);
-        }
-        assert_eq!(repository.ids().expect("ids"), ids);
     }
 }

@@ -14,10 +14,11 @@ use serde::Serialize;
 
 use super::index::envelope;
 use super::keep::kept;
+use super::names::{is_ours, pack_name};
 use super::pack::{Chunk, MAX_PACK, PackRef, Packs, read_table};
 use super::verify::{Use, as_index};
 use super::writer::{Writer, gather};
-use super::{About, Index, Partial, Repository, SegmentRef, is_ours, pack_name};
+use super::{About, Index, Partial, Repository, SegmentRef};
 use crate::arguments::PruneArguments;
 use crate::error::{Error, Result, refused};
 
@@ -237,11 +238,8 @@ fn repack(
 ) -> Result<Option<u64>> {
     let mut uses = Uses::default();
     let mut seen = HashSet::new();
-    let partials: Vec<(String, Partial)> = repository
-        .partials()?
-        .into_iter()
-        .map(|(name, partial)| Ok((name, partial?)))
-        .collect::<Result<_>>()?;
+    let partials: Vec<(String, Partial)> =
+        repository.partials()?.map(|(name, partial)| Ok((name, partial?))).collect::<Result<_>>()?;
     type Named<'p> = Result<(String, Index, Option<&'p Partial>)>;
     let indexes = || {
         let backup =

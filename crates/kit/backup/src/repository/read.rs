@@ -7,8 +7,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use files::AlignedBuffer;
 
+use super::names::pack_name;
 use super::pack::{PackRef, Packs, Row, read_table};
-use super::{BLOCK, Extent, Index, Repository, SEGMENT, Segment, SegmentRef, pack_name};
+use super::{BLOCK, Extent, Index, Repository, SEGMENT, Segment, SegmentRef};
 use crate::error::{Error, Result};
 
 /// Parts of a pack that are read at once, and what may lie between them unused.

@@ -348,10 +348,25 @@ impl Store {
         let name = Name::from(top);
         let mut found: Vec<ObjectMeta> = match &self.dir {
             Some(_) => self.files(top)?.into_iter().map(|(name, found)| meta(&name, &found)).collect(),
-            None => self.wait(self.inner.list(Some(&name)).try_collect())?.map_err(failed("list", &name))?,
+            None => self.wait(self.objects(&name))??,
         };
-        found.retain(|object| super::is_ours(object.location.as_ref()));
+        found.retain(|object| super::names::is_ours(object.location.as_ref()));
         found.sort_by(|a, b| a.location.cmp(&b.location));
+        Ok(found)
+    }
+
+    async fn objects(&self, name: &Name) -> Result<Vec<ObjectMeta>> {
+        let mut found: Vec<ObjectMeta> = Vec::new();
+        let mut listed = self.inner.list(Some(name));
+        while let Some(object) = listed.try_next().await.map_err(failed("list", name))? {
+            if found.first().is_some_and(|first| first.location == object.location) {
+                return Err(refused!(
+                    "list {name}: the server lists {} twice, so its list may never end",
+                    object.location
+                ));
+            }
+            found.push(object);
+        }
         Ok(found)
     }
 

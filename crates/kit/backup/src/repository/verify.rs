@@ -7,8 +7,9 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::index::{self, envelope};
+use super::names::pack_name;
 use super::pack::{MAX_PACK, PackRef, Packs, read_table};
-use super::{BLOCK, Index, MAX_NOTE, Repository, SEGMENT, SegmentRef, pack_name};
+use super::{BLOCK, Index, MAX_NOTE, Repository, SEGMENT, SegmentRef};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use crate::wait::each;
@@ -119,8 +120,8 @@ pub fn verify(repository: &Repository, ids: Option<&[String]>, threads: usize) -
                 report.damage.extend(hurt(repository, &index, &broken, &mut reported)?);
             }
         }
-        let partials = if ids.is_none() { repository.partials()? } else { Vec::new() };
-        for partial in partials.into_iter().filter_map(|(_, partial)| partial.ok()) {
+        let partials = ids.is_none().then(|| repository.partials()).transpose()?;
+        for partial in partials.into_iter().flatten().filter_map(|(_, partial)| partial.ok()) {
             report.damage.extend(hurt(repository, &as_index(&partial), &broken, &mut reported)?);
         }
         // What hurts no backup is damage all the same.

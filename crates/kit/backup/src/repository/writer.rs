@@ -8,8 +8,9 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
+use super::names::pack_name;
 use super::pack::{Chunk, Compressor, OpenPack, PackRef, Packs, Spare};
-use super::{BLOCK, Repository, SEGMENT_BLOCKS, Segment, SegmentRef, pack_name};
+use super::{BLOCK, Repository, SEGMENT_BLOCKS, Segment, SegmentRef};
 use crate::error::{Error, Result, refused};
 
 /// Packs on their way at once: with the two that are open, 100 MB.

@@ -5,7 +5,7 @@ use std::process::Command;
 use files::pattern::Image;
 use serde_json::Value;
 
-use crate::tool::{MIB, Place, arg, ended, id};
+use crate::tool::{MIB, Place, Running, arg, ended, id};
 
 const SIZE: u64 = 20 * MIB;
 
@@ -81,4 +81,28 @@ fn the_last_backup_is_the_one_that_was_made_last() {
             copy.restores("latest", &image, SIZE);
         }
     }
+}
+
+/// The clock is behind, so the time says nothing: each comes after those that are still being made.
+#[test]
+fn backups_that_are_made_at_once_are_listed_in_the_order_in_which_they_began() {
+    let place = Place::new();
+    place.written(SIZE, 7, 1000, 1);
+    let (ahead, _) = Clock::new(&place).full(&place, 100);
+    let running: Vec<Running> = (1..=5)
+        .map(|count| {
+            let slow = place.backup("full", &["--limit-rate", "1Mi", "--output", "json"]);
+            let running = Running::start(slow);
+            testkit::until("it has begun", || place.partials() == count);
+            running
+        })
+        .collect();
+    let made = running.into_iter().map(|running| {
+        let output = running.output();
+        ended(0, &output);
+        id(&serde_json::from_slice(&output.stdout).expect("JSON"))
+    });
+    let made: Vec<String> = std::iter::once(ahead).chain(made).collect();
+    assert_eq!(place.list(), made);
+    assert_eq!(place.partials(), 0);
 }

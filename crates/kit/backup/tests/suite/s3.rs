@@ -337,7 +337,7 @@ fn a_server_that_refuses_or_is_gone_is_reported() {
     assert!(said.contains("NoSuchBucket"), "{said}");
 }
 
-/// A server that answers to each request as it is told, and a place with its repository there.
+/// A server whose answer to each request is that of `answer`, and a place with its repository there.
 fn hostile(answer: impl Fn(&str, &mut dyn Write) -> std::io::Result<()> + Send + Sync + 'static) -> Place {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
@@ -362,21 +362,30 @@ fn hostile(answer: impl Fn(&str, &mut dyn Write) -> std::io::Result<()> + Send +
     place
 }
 
+/// Pages that follow each other without an end: the same one, and the same objects with ever new tokens.
 #[test]
 fn a_list_that_leads_to_itself_ends() {
-    let place = hostile(|head, client| {
-        let page = "<?xml version=\"1.0\"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount>\
-                    <IsTruncated>true</IsTruncated><NextContinuationToken>a/b &amp;+c=</NextContinuationToken>\
-                    </ListBucketResult>";
-        let (code, body) = if head.contains("list-type=2") { (200, page) } else { (404, "") };
-        write!(client, "HTTP/1.1 {code} it\r\ncontent-length: {}\r\n\r\n{body}", body.len())
-    });
-    let mut running = Running::start(place.command(&["list"]));
-    let code = running.ends_within(Duration::from_secs(10));
-    let _ = running.0.kill();
-    let said = text(&running.output().stderr);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("is followed by itself"), "{said}");
+    let backup = "<Contents><Key>some/prefix/backups/20260101T000000.000Z-abcdef</Key>\
+                  <LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>e</ETag><Size>9</Size></Contents>";
+    for (is_new, objects, why) in [(false, "", "is followed by itself"), (true, backup, "lists backups/")] {
+        let pages = AtomicUsize::new(0);
+        let place = hostile(move |head, client| {
+            let count = if is_new { pages.fetch_add(1, Ordering::Relaxed) } else { 0 };
+            let page = format!(
+                "<?xml version=\"1.0\"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount>\
+                 <IsTruncated>true</IsTruncated><NextContinuationToken>a/b &amp;+c={count}</NextContinuationToken>\
+                 {objects}</ListBucketResult>"
+            );
+            let (code, body) = if head.contains("list-type=2") { (200, &*page) } else { (404, "") };
+            write!(client, "HTTP/1.1 {code} it\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+        });
+        let mut running = Running::start(place.command(&["list"]));
+        let code = running.ends_within(Duration::from_secs(10));
+        let _ = running.0.kill();
+        let said = text(&running.output().stderr);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(why), "{said}");
+    }
 }
 
 /// A bucket's console makes an object whose name ends with a slash, to show a folder: the place is still empty.
