@@ -208,13 +208,19 @@ fn the_overlay_of_the_pages_builds() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let built = String::from_utf8_lossy(&output.stdout);
     for (word, count) in [
-        ("\"REGISTRY/deltapath:", 1),
-        ("\"REGISTRY/deltapath-gateway:", 1),
-        ("\"REGISTRY/deltapath-router:", 3),
+        ("\"IMAGE_REGISTRY/deltapath:", 1),
+        ("\"IMAGE_REGISTRY/deltapath-gateway:", 1),
+        ("\"IMAGE_REGISTRY/deltapath-router:", 3),
         ("\"--pool-size=200Gi\"", 1),
     ] {
         assert_eq!(built.matches(word).count(), count, "{word}: {built}");
     }
+    let released = read("hack/dist.sh");
+    let released = released.lines().find_map(|line| line.strip_prefix("stages=(")?.strip_suffix(')'));
+    let released = released.expect("images").split(' ').filter_map(|image| image.split(':').next());
+    let registry = read("deploy/components/registry/kustomization.yaml");
+    let named = registry.lines().filter_map(|line| line.strip_prefix("  - {name: ")?.split(',').next());
+    assert_eq!(named.collect::<BTreeSet<_>>(), released.collect(), "the images of a release");
 }
 
 /// The comparison can fail: it names the field, the object that is missing, and the value that should be refused.
