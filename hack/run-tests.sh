@@ -4,7 +4,7 @@
 # Tests that compute more than they wait run one for each core, and the others at the same time: so the cores are busy, and no test is
 # starved.
 #
-#   run-tests.sh [--short] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
+#   run-tests.sh [--short] [FILTER]     JOBS=10 at once (5 for each core), LIMIT=900 seconds for each
 #
 # --short leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77) and, without
 # a FILTER, what takes longest.
@@ -16,7 +16,7 @@ filter=
 for argument in "$@"; do
     case $argument in
         --short)
-            export DELTAPATH_WITHOUT_GO=1
+            export DELTAPATH_SHORT=1
             # Fewer random lives, too: `make test` is for a person who waits.
             export DELTAPATH_MODEL_CASES=${DELTAPATH_MODEL_CASES:-5} PROPTEST_CASES=${PROPTEST_CASES:-10}
             export DELTAPATH_CHAOS_SECONDS=${DELTAPATH_CHAOS_SECONDS:-10}
@@ -27,7 +27,7 @@ for argument in "$@"; do
 done
 # They take a minute or two each. Shorter tests see most of what they see.
 long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled'
-jobs=${JOBS:-$((3 * $(nproc)))}
+jobs=${JOBS:-$((5 * $(nproc)))}
 export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes
 # Random tests make the same choices in each run, so that what fails is what was changed. Without it they make new ones.
 export DELTAPATH_SEED=${DELTAPATH_SEED:-3314}
@@ -57,7 +57,7 @@ plan() {
                     # Tests that share what the manifests' checker prints.
                     shared='^(manifests|cluster_(classes|docs|faults|rbac|rules|scripts))::'
                     tests=$("$program" --list --format terse 2>/dev/null | sed -n 's/: test$//p')
-                    if [ "$package" = deltapath ] && [ -z "${DELTAPATH_WITHOUT_GO:-}" ]; then
+                    if [ "$package" = deltapath ] && [ -z "${DELTAPATH_SHORT:-}" ]; then
                         echo "$package cluster and manifests	$program	$directory	--test-threads=2 manifests:: cluster_classes:: cluster_docs:: cluster_faults:: cluster_rbac:: cluster_rules:: cluster_scripts::"
                         tests=$(grep -vE "$shared" <<<"$tests")
                     fi
@@ -103,7 +103,7 @@ run_one() {
 export -f run_one
 
 plan >"$work/plan"
-if [ -n "${DELTAPATH_WITHOUT_GO:-}" ] && [ -z "$filter" ]; then
+if [ -n "${DELTAPATH_SHORT:-}" ] && [ -z "$filter" ]; then
     sed -nE "/$long/p" "$work/plan" | cut -f 3 | sed 's/.*/          &  left out: takes long/' | tee "$work/long"
     echo "0 0 $(wc -l <"$work/long")" >"$work/counts"
     sed -i -E "/$long/d" "$work/plan"

@@ -110,10 +110,15 @@ pub fn seed(test: &str) -> u64 {
     test.bytes().fold(given, |seed, byte| fastrand::Rng::with_seed(seed ^ u64::from(byte)).u64(..))
 }
 
+/// Whether this is `make test`, which has short forms of what takes long.
+pub fn is_short() -> bool {
+    std::env::var_os("DELTAPATH_SHORT").is_some()
+}
+
 /// Ends a test that needs what only `make test-all` builds where `make test` runs: hack/run-tests.sh, which gives each test a process,
 /// counts this code as skipped. To be called before anything is made that a test cleans up.
 pub fn needs(what: &str) {
-    if std::env::var_os("DELTAPATH_WITHOUT_GO").is_some() {
+    if is_short() {
         // Past the test runner's capture.
         writeln!(std::io::stdout(), "left out: needs {what}").expect("write");
         std::process::exit(77);

@@ -52,18 +52,24 @@ pub struct Scene {
 pub fn hash(path: &Path) -> Result<blake3::Hash, String> {
     let file = File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
     let length = file.metadata().map_err(|error| error.to_string())?.len();
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&length.to_le_bytes());
+    // Whole blocks in a row are hashed many at once, so their places come last.
+    let (mut hasher, mut places) = (blake3::Hasher::new(), length.to_le_bytes().to_vec());
     for range in DataRanges::of(&file, path, ByteRange { start: 0, end: length }) {
         let range = range.map_err(|error| error.to_string())?;
         let mut data = vec![0; range.len() as usize];
         file.read_exact_at(&mut data, range.start).map_err(|error| format!("{}: {error}", path.display()))?;
-        for (place, block) in (range.start..).step_by(BLOCK as usize).zip(data.chunks(BLOCK as usize)) {
-            if block[0] != 0 || block[1..] != block[..block.len() - 1] {
-                hasher.update(&place.to_le_bytes()).update(block);
+        let mut kept = 0;
+        for start in (0..data.len()).step_by(BLOCK as usize) {
+            let block = start..data.len().min(start + BLOCK as usize);
+            if data[block.clone()] != [0; BLOCK as usize][..block.len()] {
+                places.extend((range.start + start as u64).to_le_bytes());
+                data.copy_within(block.clone(), kept);
+                kept += block.len();
             }
         }
+        hasher.update(&data[..kept]);
     }
+    hasher.update(&places);
     Ok(hasher.finalize())
 }
 
