@@ -25,8 +25,9 @@ for argument in "$@"; do
         *) filter=$argument ;;
     esac
 done
-# They take a minute or two each. Shorter tests see most of what they see.
-long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled'
+# They take long, or test what is seldom changed; `make test-all` runs them.
+long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled|crash::handover|conformance::(jobs|usage|ends)'
+long+='|transfer_holes::.*pools_[234]'
 jobs=${JOBS:-$((5 * $(nproc)))}
 export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes
 # Random tests make the same choices in each run, so that what fails is what was changed. Without it they make new ones.

@@ -202,15 +202,19 @@ fn the_overlay_of_the_pages_builds() {
     let overlay = [blocks(&install, "yaml"), blocks(&parameters, "yaml").split_off(1)].concat().join("\n");
     let dir = tempfile::tempdir().expect("temp dir");
     std::os::unix::fs::symlink(repository(), dir.path().join("deltapath")).expect("a link");
-    std::fs::create_dir(dir.path().join("overlay")).expect("mkdir");
-    std::fs::write(dir.path().join("overlay/kustomization.yaml"), overlay).expect("write");
+    let component = read("deploy/components/registry/kustomization.yaml");
+    let copy = component.replace("newName: IMAGE_REGISTRY/", "newName: example.org/team/");
+    for (name, content) in [("overlay", overlay), ("registry", copy)] {
+        std::fs::create_dir(dir.path().join(name)).expect("mkdir");
+        std::fs::write(dir.path().join(name).join("kustomization.yaml"), content).expect("write");
+    }
     let output = check(&[dir.path().join("overlay").display().to_string()]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let built = String::from_utf8_lossy(&output.stdout);
     for (word, count) in [
-        ("\"IMAGE_REGISTRY/deltapath:", 1),
-        ("\"IMAGE_REGISTRY/deltapath-gateway:", 1),
-        ("\"IMAGE_REGISTRY/deltapath-router:", 3),
+        ("\"example.org/team/deltapath:", 1),
+        ("\"example.org/team/deltapath-gateway:", 1),
+        ("\"example.org/team/deltapath-router:", 3),
         ("\"--pool-size=200Gi\"", 1),
     ] {
         assert_eq!(built.matches(word).count(), count, "{word}: {built}");
@@ -218,8 +222,8 @@ fn the_overlay_of_the_pages_builds() {
     let released = read("hack/dist.sh");
     let released = released.lines().find_map(|line| line.strip_prefix("stages=(")?.strip_suffix(')'));
     let released = released.expect("images").split(' ').filter_map(|image| image.split(':').next());
-    let registry = read("deploy/components/registry/kustomization.yaml");
-    let named = registry.lines().filter_map(|line| line.strip_prefix("  - {name: ")?.split(',').next());
+    let released = released.map(|name| format!("  - {{name: {name}, newName: IMAGE_REGISTRY/{name}}}"));
+    let named = component.lines().filter(|line| line.contains("name: ")).map(str::to_owned);
     assert_eq!(named.collect::<BTreeSet<_>>(), released.collect(), "the images of a release");
 }
 

@@ -158,8 +158,8 @@ async fn emptied(pool: PoolKind, mib: i64, way: Way, seed: u64) {
     super::pool_full::finish(rig, disk);
 }
 
-/// All at once: btrfs may take half a minute to give the space of a removed subvolume back. `make test` fills each pool in two other
-/// ways.
+/// All at once: btrfs may take half a minute to give the space of a removed subvolume back. `make test` fills each pool in
+/// two of the six ways.
 #[apply(every_pool)]
 async fn a_full_pool_is_emptied(pool: PoolKind) {
     let mib = if pool == PoolKind::Btrfs { 400 } else { 320 };

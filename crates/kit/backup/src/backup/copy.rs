@@ -34,7 +34,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
     let (packs, segments) = done.as_ref().map_or((&[][..], &[][..]), |done| (&done.packs, &done.segments));
     let segments = segments.iter().filter(|of| touched.contains(&of.number));
     let source = partial::source(request, device);
-    partial::reserve(repository, &about, &source)?;
+    partial::reserve(repository, &about)?;
     let run = Run {
         device,
         request,
@@ -64,7 +64,12 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
             let (packs, segments) = (written.packs, written.segments);
             return Err(given_up(repository, Partial { about, packs, segments, done, source }, error));
         }
-        (came, Err(error)) => return Err(came.err().unwrap_or(error)),
+        (came, Err(error)) => {
+            if done.is_empty() {
+                partial::drop_reserved(repository, &about);
+            }
+            return Err(came.err().unwrap_or(error));
+        }
     };
     about.data = written.segments.iter().map(|of| u64::from(of.blocks) * BLOCK).sum();
     about.milliseconds = began.elapsed().as_millis() as u64;
@@ -78,7 +83,7 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
         let Index { about, packs, segments, .. } = index;
         return Err(given_up(repository, Partial { about, packs, segments, done, source }, error));
     }
-    if let Err(error) = partial::drop_all(repository, &index.about.volume) {
+    if let Err(error) = partial::drop_before(repository, &index.about) {
         tracing::warn!("what was interrupted before stays until a prune: {}", base::report(&error));
     }
     Ok(index)
@@ -86,9 +91,9 @@ pub fn store(repository: &Repository, request: &Request, device: &Device, job: J
 
 /// What is left of a backup that failed: enough to go on with, unless what was read is wrong.
 fn given_up(repository: &Repository, partial: Partial, error: Error) -> Error {
-    let is_wrong = error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::Unlisted { .. });
-    match is_wrong || partial.done.is_empty() {
+    match error.is_of_increment() || matches!(error, Error::Changed { .. } | Error::Unlisted { .. }) {
         true => partial::drop_own(repository, &partial.about),
+        false if partial.done.is_empty() => partial::drop_reserved(repository, &partial.about),
         false => partial::leave(repository, &partial),
     }
     error

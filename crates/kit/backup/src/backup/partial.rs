@@ -29,7 +29,9 @@ pub fn interrupted(repository: &Repository, request: &Request, device: &Device) 
     for (name, partial) in repository.partials()? {
         let why = match partial {
             Ok(partial)
-                if partial.about.volume == request.source.volume && is_wished(&partial.about, request) =>
+                if partial.about.volume == request.source.volume
+                    && is_wished(&partial.about, request)
+                    && !partial.done.is_empty() =>
             {
                 let why = why_not(repository, &partial, request, device).or_else(|error| {
                     if error.is_damage() { Ok(Some(base::report(&error))) } else { Err(error) }
@@ -160,14 +162,26 @@ fn name(about: &About) -> String {
     format!("partial/{}", about.id)
 }
 
-/// Notes the id of a backup that begins while the clock is behind the last one. The id of each backup that begins before this one
-/// is over comes after it. Where the clock is right, it sees to that.
-pub fn reserve(repository: &Repository, about: &About, source: &Option<Identity>) -> Result<()> {
-    if time_of(&about.id).is_none_or(|time| time.as_second() <= about.created) {
+/// Whether the id of a backup says a later time than the clock did, since it comes after that of another.
+fn is_behind(about: &About) -> bool {
+    time_of(&about.id).is_some_and(|time| time.as_second() > about.created)
+}
+
+/// Notes the id of a backup if the clock is behind, so that backups that begin while it runs get later ones. With a right
+/// clock their time is later.
+pub fn reserve(repository: &Repository, about: &About) -> Result<()> {
+    if !is_behind(about) {
         return Ok(());
     }
     let (packs, segments, done) = Default::default();
-    write(repository, &Partial { about: about.clone(), packs, segments, done, source: source.clone() })
+    write(repository, &Partial { about: about.clone(), packs, segments, done, source: None })
+}
+
+/// Removes what was only reserved.
+pub fn drop_reserved(repository: &Repository, about: &About) {
+    if is_behind(about) {
+        drop_own(repository, about);
+    }
 }
 
 /// Leaves what `--resume` continues with. Errors are only logged: the backup has failed already.
@@ -188,10 +202,11 @@ pub fn drop_own(repository: &Repository, about: &About) {
     }
 }
 
-/// The same of all backups of a volume: of no use once there is a whole one.
-pub fn drop_all(repository: &Repository, volume: &str) -> Result<()> {
+/// The same of this backup, which is whole, and of all of its volume that began before it.
+pub fn drop_before(repository: &Repository, about: &About) -> Result<()> {
     for (name, partial) in repository.partials()? {
-        if partial.is_ok_and(|partial| partial.about.volume == volume) {
+        repository.store.stop().check()?;
+        if partial.is_ok_and(|Partial { about: of, .. }| of.volume == about.volume && of.id <= about.id) {
             repository.store.remove(&[name])?;
         }
     }

@@ -3,7 +3,7 @@
 //! ```text
 //! repository         what this is: format and identity; written when the first backup begins
 //! backups/ID         the index of a backup: it is there, or the backup does not exist
-//! partial/ID         how far a backup came that was interrupted
+//! partial/ID         how far a backup is, or came that was interrupted
 //! damaged/ID         what a verify has found wrong with a backup, so that none is made over it
 //! packs/XX/NAME      chunks: data, and the maps of segments. XX are the first digits of NAME
 //! lock, locks/ID     see `lock`
@@ -326,7 +326,7 @@ impl Repository {
         }
     }
 
-    /// What was interrupted or is being made. Each is read when it comes to it, so that one is in memory at a time.
+    /// What was interrupted or is being made. They are read one by one, so that one is in memory at a time.
     pub fn partials(&self) -> Result<impl Iterator<Item = (String, Result<Partial>)>> {
         let objects = self.store.list("partial")?;
         let read = |object: ObjectMeta| {

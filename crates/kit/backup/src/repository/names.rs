@@ -5,16 +5,11 @@ use super::pack::PackRef;
 use crate::error::{Result, refused};
 
 impl Repository {
-    /// An id that comes after all others, and whether the clock is behind the last of them. Where it is, the id also comes after those
-    /// of backups that are being made: these have noted it.
+    /// An id that comes after all others, and whether the clock is behind the last of them. Ids in `partial` count too: some are of
+    /// backups that are being made.
     pub fn next_id(&self, now: jiff::Timestamp) -> Result<(String, Option<String>)> {
-        let last_of = |ids: Vec<String>| {
-            ids.into_iter().filter_map(|id| Some((time_of(&id)?, id))).max_by_key(|(time, _)| *time)
-        };
-        let mut last = last_of(self.names("backups")?);
-        if last.as_ref().is_some_and(|(time, _)| *time >= now) {
-            last = last.max(last_of(self.names("partial")?));
-        }
+        let ids = self.names("backups")?.into_iter().chain(self.names("partial")?);
+        let last = ids.filter_map(|id| Some((time_of(&id)?, id))).max_by_key(|(time, _)| *time);
         let after =
             |time: jiff::Timestamp| time.checked_add(jiff::Span::new().milliseconds(1)).unwrap_or(time);
         let time = last.as_ref().map_or(now, |(last, _)| now.max(after(*last)));

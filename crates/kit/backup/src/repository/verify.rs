@@ -121,8 +121,11 @@ pub fn verify(repository: &Repository, ids: Option<&[String]>, threads: usize) -
             }
         }
         let partials = ids.is_none().then(|| repository.partials()).transpose()?;
-        for partial in partials.into_iter().flatten().filter_map(|(_, partial)| partial.ok()) {
-            report.damage.extend(hurt(repository, &as_index(&partial), &broken, &mut reported)?);
+        for (_, partial) in partials.into_iter().flatten() {
+            repository.store.stop().check()?;
+            if let Ok(partial) = partial {
+                report.damage.extend(hurt(repository, &as_index(&partial), &broken, &mut reported)?);
+            }
         }
         // What hurts no backup is damage all the same.
         let whole = broken.packs.iter().map(|(pack, why)| ((*pack, None), why));

@@ -5,7 +5,7 @@ use std::process::Command;
 use files::pattern::Image;
 use serde_json::Value;
 
-use crate::tool::{MIB, Place, Running, arg, ended, id};
+use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, id, json};
 
 const SIZE: u64 = 20 * MIB;
 
@@ -83,26 +83,59 @@ fn the_last_backup_is_the_one_that_was_made_last() {
     }
 }
 
-/// The clock is behind, so the time says nothing: each comes after those that are still being made.
+/// The clock is behind, so the time says nothing: each comes after those that are still being made, also once one is done.
 #[test]
 fn backups_that_are_made_at_once_are_listed_in_the_order_in_which_they_began() {
     let place = Place::new();
     place.written(SIZE, 7, 1000, 1);
-    let (ahead, _) = Clock::new(&place).full(&place, 100);
-    let running: Vec<Running> = (1..=5)
-        .map(|count| {
-            let slow = place.backup("full", &["--limit-rate", "1Mi", "--output", "json"]);
-            let running = Running::start(slow);
-            testkit::until("it has begun", || place.partials() == count);
-            running
-        })
-        .collect();
-    let made = running.into_iter().map(|running| {
+    let mut made = vec![Clock::new(&place).full(&place, 100).0];
+    let slow = |rate: &str| {
+        let noted = place.partials();
+        let running = Running::start(place.backup("full", &["--limit-rate", rate, "--output", "json"]));
+        testkit::until("it has begun", || place.partials() > noted);
+        running
+    };
+    let done = |running: Running| {
         let output = running.output();
         ended(0, &output);
         id(&serde_json::from_slice(&output.stdout).expect("JSON"))
-    });
-    let made: Vec<String> = std::iter::once(ahead).chain(made).collect();
+    };
+    let (first, second, third) = (slow("1Mi"), slow("256Ki"), slow("256Ki"));
+    made.push(done(first));
+    let fourth = slow("1Mi");
+    made.extend([second, third, fourth].map(done));
     assert_eq!(place.list(), made);
     assert_eq!(place.partials(), 0);
+}
+
+/// What only keeps the place of a backup is not gone on with in place of what another has stored.
+#[test]
+fn a_backup_that_has_only_begun_hides_nothing_from_resume() {
+    let place = Place::new();
+    let file = place.open_image(200 * MIB);
+    let mut image = Image::default();
+    // In two segments.
+    for (start, seed) in [(7, 1), (150 * MIB / BLOCK, 2)] {
+        image.write(&file, start, 1000, seed).expect("write");
+    }
+    Clock::new(&place).full(&place, 100);
+    let noted = || -> u64 {
+        let Ok(entries) = place.repository().join("partial").read_dir() else { return 0 };
+        entries.map(|entry| entry.expect("entry").metadata().map_or(0, |found| found.len())).sum()
+    };
+    let begun = || {
+        let before = noted();
+        let running = Running::start(place.backup("full", &["--resume", "--limit-rate", "1Mi"]));
+        testkit::until("it has begun", || noted() > before);
+        (running, noted())
+    };
+    let (first, reserved) = begun();
+    testkit::until("a segment is stored", || noted() > reserved);
+    drop(first);
+    drop(begun());
+    assert_eq!(place.partials(), 2);
+    let made = json(0, place.backup("full", &["--resume"]));
+    assert!(made["read"].as_u64().expect("a number") < 1100 * BLOCK, "{made}");
+    assert_eq!(place.partials(), 0);
+    place.restores(&id(&made), &image, 200 * MIB);
 }

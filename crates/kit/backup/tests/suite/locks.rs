@@ -139,9 +139,14 @@ fn a_backup_whose_last_answers_are_lost_is_one() {
     let (mut bucket, image) = bucket();
     let proxy = bucket.proxy();
     let place = &bucket.place;
+    // By then it has an id.
+    proxy.next("PUT", "/packs/", Fault::Hold);
+    let backup = Running::start(place.backup("full", &[]));
+    proxy.wait_held();
     proxy.next("PUT", "/backups/", Fault::LoseAnswer);
     proxy.next("GET", "prefix%2Fpartial", Fault::Refuse(403));
-    let said = ended(0, &place.backup("full", &[]).output().expect("run"));
+    proxy.open();
+    let said = ended(0, &backup.output());
     assert!(said.contains("stays until a prune"), "{said}");
     place.restores(&place.list()[0], &image, SIZE);
 }
