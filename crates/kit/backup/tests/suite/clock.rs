@@ -5,6 +5,7 @@ use std::process::Command;
 use files::pattern::Image;
 use serde_json::Value;
 
+use crate::driver::Driver;
 use crate::tool::{BLOCK, MIB, Place, Running, arg, ended, id, json};
 
 const SIZE: u64 = 20 * MIB;
@@ -111,7 +112,7 @@ fn backups_that_are_made_at_once_are_listed_in_the_order_in_which_they_began() {
 /// What only keeps the place of a backup is not gone on with in place of what another has stored.
 #[test]
 fn a_backup_that_has_only_begun_hides_nothing_from_resume() {
-    let place = Place::new();
+    let (place, driver) = Driver::anew();
     let file = place.open_image(200 * MIB);
     let mut image = Image::default();
     // In two segments.
@@ -119,13 +120,21 @@ fn a_backup_that_has_only_begun_hides_nothing_from_resume() {
         image.write(&file, start, 1000, seed).expect("write");
     }
     Clock::new(&place).full(&place, 100);
+    driver.snapshot("one", &image, 200 * MIB);
     let noted = || -> u64 {
         let Ok(entries) = place.repository().join("partial").read_dir() else { return 0 };
-        entries.map(|entry| entry.expect("entry").metadata().map_or(0, |found| found.len())).sum()
+        let entries = entries.map(|entry| entry.expect("entry"));
+        let whole = entries.filter(|entry| !entry.file_name().to_string_lossy().contains('#'));
+        whole.map(|entry| entry.metadata().map_or(0, |found| found.len())).sum()
+    };
+    let full = |more: &[&str]| {
+        let mut command = driver.command(&place, "full", "one");
+        command.arg("--resume").args(more);
+        command
     };
     let begun = || {
         let before = noted();
-        let running = Running::start(place.backup("full", &["--resume", "--limit-rate", "1Mi"]));
+        let running = Running::start(full(&["--limit-rate", "1Mi"]));
         testkit::until("it has begun", || noted() > before);
         (running, noted())
     };
@@ -134,7 +143,7 @@ fn a_backup_that_has_only_begun_hides_nothing_from_resume() {
     drop(first);
     drop(begun());
     assert_eq!(place.partials(), 2);
-    let made = json(0, place.backup("full", &["--resume"]));
+    let made = json(0, full(&[]));
     assert!(made["read"].as_u64().expect("a number") < 1100 * BLOCK, "{made}");
     assert_eq!(place.partials(), 0);
     place.restores(&id(&made), &image, 200 * MIB);
