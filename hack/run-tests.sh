@@ -111,7 +111,7 @@ if [ -n "${DELTAPATH_SHORT:-}" ] && [ -z "$filter" ]; then
 fi
 [ -s "$work/plan" ] || { echo "run-tests: no test has ${filter@Q} in its name" >&2 && exit 2; }
 
-# When the first queue is empty, the second gets its places: xargs runs one more at once for each SIGUSR1.
+# When one queue is empty, the other runs one more at once for each core: xargs does so for each SIGUSR1.
 queue() { # works|waits AT_ONCE
     trap '' USR1 # It would end an xargs that has only begun.
     exec xargs -d '\n' -r -n 1 -P "$2" bash -c 'run_one "$@"' _ < <(grep -F "	$1	" "$work/plan")
@@ -122,9 +122,10 @@ queue works "$cores" &
 works=$!
 queue waits $((jobs > cores ? jobs - cores : 1)) &
 waits=$!
-wait "$works"
-for ((i = 0; i < cores; i++)); do kill -USR1 "$waits" 2>/dev/null || true; done
-wait "$waits"
+wait -n -p first "$works" "$waits"
+[ "$first" = "$works" ] && other=$waits || other=$works
+for ((i = 0; i < cores; i++)); do kill -USR1 "$other" 2>/dev/null || true; done
+wait "$other"
 
 sort -rn "$work/times" >target/test-times
 [ ! -e "$work/failures" ] || cat "$work/failures"

@@ -362,15 +362,20 @@ fn hostile(answer: impl Fn(&str, &mut dyn Write) -> std::io::Result<()> + Send +
     place
 }
 
-/// Pages that follow each other without an end: the same one, and the same objects with ever new tokens.
+/// Pages that follow each other without an end: the same one, and after the first the same object with ever new tokens.
 #[test]
 fn a_list_that_leads_to_itself_ends() {
-    let backup = "<Contents><Key>some/prefix/backups/20260101T000000.000Z-abcdef</Key>\
-                  <LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>e</ETag><Size>9</Size></Contents>";
-    for (is_new, objects, why) in [(false, "", "is followed by itself"), (true, backup, "lists backups/")] {
+    let backup = |number: usize| {
+        format!(
+            "<Contents><Key>some/prefix/backups/2026010{number}T000000.000Z-abcdef</Key>\
+             <LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>e</ETag><Size>9</Size></Contents>"
+        )
+    };
+    for (is_new, why) in [(false, "is followed by itself"), (true, "lists backups/20260102T")] {
         let pages = AtomicUsize::new(0);
         let place = hostile(move |head, client| {
             let count = if is_new { pages.fetch_add(1, Ordering::Relaxed) } else { 0 };
+            let objects = if is_new { backup(1 + count.min(1)) } else { String::new() };
             let page = format!(
                 "<?xml version=\"1.0\"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount>\
                  <IsTruncated>true</IsTruncated><NextContinuationToken>a/b &amp;+c={count}</NextContinuationToken>\
