@@ -4,7 +4,7 @@
 # Tests that compute more than they wait run one for each core, and the others at the same time: so the cores are busy, and no test is
 # starved.
 #
-#   run-tests.sh [--short] [FILTER]     JOBS=10 at once (5 for each core), LIMIT=900 seconds for each
+#   run-tests.sh [--short] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
 #
 # --short leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77) and, without
 # a FILTER, what takes longest.
@@ -28,7 +28,7 @@ done
 # They take long, or test what is seldom changed; `make test-all` runs them.
 long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled|crash::handover|conformance::(jobs|usage|ends)'
 long+='|transfer_holes::.*pools_[234]'
-jobs=${JOBS:-$((5 * $(nproc)))}
+jobs=${JOBS:-$((3 * $(nproc)))}
 export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes
 # Random tests make the same choices in each run, so that what fails is what was changed. Without it they make new ones.
 export DELTAPATH_SEED=${DELTAPATH_SEED:-3314}
@@ -123,7 +123,8 @@ works=$!
 queue waits $((jobs > cores ? jobs - cores : 1)) &
 waits=$!
 wait -n -p first "$works" "$waits"
-[ "$first" = "$works" ] && other=$waits || other=$works
+other=$works
+[ "$first" != "$works" ] || other=$waits
 for ((i = 0; i < cores; i++)); do kill -USR1 "$other" 2>/dev/null || true; done
 wait "$other"
 
