@@ -7,7 +7,7 @@
 #   run-tests.sh [--short] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
 #
 # --short leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77) and, without
-# a FILTER, what takes longest.
+# a FILTER, what takes long or tests what is seldom changed.
 # The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times: seconds,
 # label, seconds of a processor.
 set -euo pipefail

@@ -141,7 +141,7 @@ fn about(repository: &Repository, request: &Request, kind: Kind, size: u64) -> R
     let (id, later) = repository.next_id(now)?;
     if let Some(later) = later {
         tracing::warn!(
-            "the clock says {now}, which is before the last backup, {later}: one of the two is wrong. The name of this backup \
+            "the clock says {now}, which is before the last backup began, {later}: one of the two is wrong. The name of this backup \
              comes after that one, so it is the latest"
         );
     }

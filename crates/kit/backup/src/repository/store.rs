@@ -357,7 +357,7 @@ impl Store {
 
     async fn objects(&self, name: &Name) -> Result<Vec<ObjectMeta>> {
         let mut found: Vec<ObjectMeta> = Vec::new();
-        // A place in it that moves up, so that it is in each loop in the end.
+        // An object that comes again means that the list never ends. Its place moves up, so that a loop anywhere comes to it.
         let mut mark = 0;
         let mut listed = self.inner.list(Some(name));
         while let Some(object) = listed.try_next().await.map_err(failed("list", name))? {
