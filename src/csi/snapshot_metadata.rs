@@ -267,7 +267,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         &self,
         request: Request<proto::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let deadline = deadline(request.metadata().as_ref());
+        let deadline = deadline(request.metadata().as_ref()).map(Into::into);
         let request = request.into_inner();
         let rpc = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
         let position =
@@ -289,7 +289,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         &self,
         request: Request<proto::GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let deadline = deadline(request.metadata().as_ref());
+        let deadline = deadline(request.metadata().as_ref()).map(Into::into);
         let request = request.into_inner();
         let rpc = rpc_span!(
             "GetMetadataDelta",

@@ -28,7 +28,7 @@ use crate::driver::transfer::transfers::Transfers;
 use crate::driver::volumes::capacity::{Capacity, Reserved};
 use crate::driver::volumes::incoming::TransferTable;
 use crate::driver::volumes::make::Volumes;
-use crate::driver::volumes::placement::{Choices, Placement};
+use crate::driver::volumes::placement::Placement;
 use crate::pool::{self, Known, OpenPool, PoolRequest};
 use crate::store::{LockedDir, Manifest, Store};
 use base::DataDir;
@@ -162,7 +162,7 @@ impl Driver {
                 foreground,
                 read_errors: read_errors(),
             }),
-            placement: Placement { shared: shared(), transfers: table.clone(), choices: Choices::default() },
+            placement: Placement { shared: shared(), transfers: table.clone(), choices: Default::default() },
             transfers: Arc::new(Transfers {
                 shared: shared(),
                 volumes: volumes.clone(),

@@ -5,6 +5,7 @@
 
 pub mod age;
 mod block;
+mod choices;
 mod endpoint;
 mod extent;
 mod foreground;
@@ -17,6 +18,7 @@ mod report;
 mod stop;
 
 pub use block::{Block, BlockRange, BlockSize, BlockSizeError, ByteRange};
+pub use choices::{Choices, MOST_CHOICES};
 pub use endpoint::Endpoint;
 pub use extent::{Address, Extent, Written};
 pub use foreground::{Counter, Foreground, ForegroundWork};

@@ -26,6 +26,7 @@ use rustls::{
 };
 
 use proto::answers::Checked;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -243,11 +244,11 @@ impl Mutual {
     }
 
     /// The second half: it is a node.
-    pub async fn greet(
+    pub async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
         &self,
-        stream: TcpStream,
+        stream: S,
         address: &str,
-    ) -> io::Result<(TlsStream<TcpStream>, String)> {
+    ) -> io::Result<(TlsStream<S>, String)> {
         // Who the node is stands in its certificate, and not in its name.
         let name = ServerName::try_from("node").map_err(io::Error::other)?;
         let stream = TlsConnector::from(self.certified()?)

@@ -2,12 +2,13 @@
 //! frame, with its trailers, and no message is put together or decoded. What passes is counted by [`Tuples`], which know whether
 //! it ends where a message does.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use prost::Message;
 pub use proto::answers::status;
 use proto::answers::{Messages, PREFIX, Piece};
+use tokio::time::Instant;
 use tonic::codegen::http::{HeaderMap, StatusCode};
 use tonic::{Code, Status};
 

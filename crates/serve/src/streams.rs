@@ -8,11 +8,11 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::codegen::http::{self, HeaderMap};
 use tonic::{Code, Status};
@@ -302,7 +302,7 @@ pub async fn within<T>(
     answer: impl Future<Output = Result<T, Status>>,
 ) -> Result<T, Status> {
     let Some(until) = deadline else { return answer.await };
-    match tokio::time::timeout_at(until.into(), answer).await {
+    match tokio::time::timeout_at(until, answer).await {
         // The transport keeps the time too, and has other words for its end.
         Ok(Err(status)) if status.code() == Code::Cancelled && Instant::now() >= until => Err(late()),
         Ok(answer) => answer,

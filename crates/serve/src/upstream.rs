@@ -122,8 +122,8 @@ impl Error {
 
 /// What is left of a call's time, as `grpc-timeout` has it: at most eight digits (gRPC over HTTP/2, "Timeout"). It is rounded up, so
 /// that no server gives a call up before its deadline.
-pub fn time_left(deadline: std::time::Instant) -> String {
-    let left = deadline.saturating_duration_since(std::time::Instant::now());
+pub fn time_left(deadline: Instant) -> String {
+    let left = deadline.saturating_duration_since(Instant::now());
     match left.as_nanos().div_ceil(1_000_000) {
         millis @ 0..=99_999_999 => format!("{millis}m"),
         millis => format!("{}S", (millis / 1000).min(99_999_999)),
@@ -131,7 +131,7 @@ pub fn time_left(deadline: std::time::Instant) -> String {
 }
 
 /// The head of a gRPC call of `path`, whose caller gives up at the deadline.
-pub fn request(path: &str, deadline: Option<std::time::Instant>) -> Result<Request<()>, http::Error> {
+pub fn request(path: &str, deadline: Option<Instant>) -> Result<Request<()>, http::Error> {
     let mut request = Request::post(format!("{ORIGIN}{path}"))
         .version(http::Version::HTTP_2)
         .header(http::header::TE, "trailers")

@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
 
 use bytes::Bytes;
 use csi_client::identity;
 use proto::answers::Checked;
 use serve::upstream::{self, Answer, Upstream, WideWindows};
 use tokio::net::UnixStream;
+use tokio::time::Instant;
 use tonic::codegen::http::response;
 use tonic::{Code, Status};
 

@@ -26,6 +26,8 @@ mod placement;
 mod record;
 mod server;
 mod service;
+#[cfg(test)]
+mod simulation;
 mod slices;
 
 use std::error::Error;

@@ -7,8 +7,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::DataDirKey;
 use bytes::Bytes;
@@ -18,8 +19,9 @@ use prost::Message;
 use serve::mutual::Mutual;
 use serve::streams::{passed_on, within};
 use serve::upstream::{self, Answer, ORIGIN, Upstream, WideWindows, time_left};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::http::response;
@@ -44,11 +46,29 @@ pub struct Link {
     upstream: Arc<Upstream>,
 }
 
+/// What leads to an address: TCP, or the network of the simulation.
+pub trait Dial: Send + Sync {
+    fn dial<'d>(&'d self, address: &'d str) -> Dialling<'d>;
+}
+
+pub type Dialling<'d> = Pin<Box<dyn Future<Output = io::Result<Box<dyn Wire>>> + Send + 'd>>;
+
+pub trait Wire: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<W: AsyncRead + AsyncWrite + Unpin + Send> Wire for W {}
+
+impl Dial for Mutual {
+    fn dial<'d>(&'d self, address: &'d str) -> Dialling<'d> {
+        Box::pin(async move { Ok(Box::new(Mutual::dial(self, address).await?) as Box<dyn Wire>) })
+    }
+}
+
 /// Makes connections to one address, all of them to the same data directory.
 #[derive(Clone)]
 struct Connector {
     address: Arc<str>,
     tls: Arc<Mutual>,
+    network: Arc<dyn Dial>,
     patience: Duration,
     seen: Arc<Mutex<Seen>>,
 }
@@ -63,9 +83,15 @@ struct Seen {
 
 impl Link {
     /// Nothing is connected yet. `patience` bounds the time that a connection takes.
-    pub fn new(address: &str, tls: &Arc<Mutual>, patience: Duration, windows: &WideWindows) -> Self {
-        let connector =
-            Connector { address: address.into(), tls: tls.clone(), patience, seen: Arc::default() };
+    pub fn new(
+        address: &str,
+        tls: &Arc<Mutual>,
+        network: &Arc<dyn Dial>,
+        patience: Duration,
+        windows: &WideWindows,
+    ) -> Self {
+        let (tls, network) = (tls.clone(), network.clone());
+        let connector = Connector { address: address.into(), tls, network, patience, seen: Arc::default() };
         let connect = {
             let connector = connector.clone();
             tower::service_fn(move |_: Uri| {
@@ -108,7 +134,7 @@ impl Connector {
         *self.seen.lock()
     }
 
-    async fn connect(&self) -> io::Result<TlsStream<TcpStream>> {
+    async fn connect(&self) -> io::Result<TlsStream<Box<dyn Wire>>> {
         let connecting = tokio::time::timeout(self.patience, self.connect_patiently());
         connecting.await.unwrap_or_else(|_| {
             let late = format!("{} does not answer within {} s", self.address, self.patience.as_secs_f64());
@@ -116,9 +142,9 @@ impl Connector {
         })
     }
 
-    async fn connect_patiently(&self) -> io::Result<TlsStream<TcpStream>> {
+    async fn connect_patiently(&self) -> io::Result<TlsStream<Box<dyn Wire>>> {
         self.seen.lock().is_taken = false;
-        let stream = self.tls.dial(&self.address).await?;
+        let stream = self.network.dial(&self.address).await?;
         self.seen.lock().is_taken = true;
         let (stream, key) = self.tls.greet(stream, &self.address).await?;
         let key: DataDirKey = key.parse().map_err(|_| {
@@ -267,6 +293,7 @@ impl Node {
             self.gone.cancelled().await;
         };
         tokio::select! {
+            biased;
             answer = &mut answer => answer,
             () = look => Err(self.unavailable("it has gone silent")),
         }

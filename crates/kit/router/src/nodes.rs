@@ -7,7 +7,7 @@ mod trouble;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::DataDirKey;
 use metrics::gauge;
@@ -16,11 +16,12 @@ use proto::node::DescribeRequest;
 use proto::node::node_client::NodeClient;
 use serve::mutual::Mutual;
 use serve::upstream::WideWindows;
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
+use tokio::time::Instant;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
-use crate::node::{Link, Node};
+use crate::node::{Dial, Link, Node};
 use crate::placement::{self, Candidate};
 pub use lookup::Lookup;
 use trouble::Trouble;
@@ -34,13 +35,14 @@ const WIDE_WINDOWS: usize = 16 << 20;
 
 pub struct Nodes {
     tls: Arc<Mutual>,
+    network: Arc<dyn Dial>,
     patience: Duration,
     windows: WideWindows,
     forgotten_file: Option<PathBuf>,
     driver_name: Option<String>,
     table: Mutex<Table>,
-    /// Whether every address was tried since it became known.
-    settled: watch::Sender<bool>,
+    /// Cancelled once every address was tried.
+    settled: CancellationToken,
 }
 
 #[derive(Default)]
@@ -156,18 +158,20 @@ impl Nodes {
     /// None yet. Without a driver's name that of most nodes counts.
     pub fn new(
         tls: Arc<Mutual>,
+        network: Arc<dyn Dial>,
         patience: Duration,
         forgotten_file: Option<PathBuf>,
         driver_name: Option<String>,
     ) -> Arc<Self> {
         Arc::new(Nodes {
             tls,
+            network,
             patience,
             windows: WideWindows::of(WIDE_WINDOWS),
             forgotten_file,
             driver_name,
             table: Mutex::default(),
-            settled: watch::Sender::new(false),
+            settled: CancellationToken::new(),
         })
     }
 
@@ -238,8 +242,9 @@ impl Nodes {
         // Of the node that answers now: cancelled when it does not, and when this task ends.
         let mut up = Answers::new();
         loop {
-            let way =
-                link.get_or_insert_with(|| Link::new(&address, &self.tls, self.patience, &self.windows));
+            let way = link.get_or_insert_with(|| {
+                Link::new(&address, &self.tls, &self.network, self.patience, &self.windows)
+            });
             let asked = self.ask(&address, way, &suspect, &up.gone).await;
             let is_up = asked.is_ok();
             if !is_up {
@@ -256,6 +261,7 @@ impl Nodes {
                 Err(why) => self.put_away(&address, why, way),
             }
             tokio::select! {
+                biased;
                 () = tokio::time::sleep(if is_up { EVERY } else { EVERY_AWAY }) => {}
                 () = suspect.notified(), if is_up => {}
             }
@@ -336,7 +342,7 @@ impl Nodes {
     }
 
     fn changed(&self, table: &mut Table) {
-        table.look_for_trouble(self.driver_name.as_ref(), *self.settled.borrow());
+        table.look_for_trouble(self.driver_name.as_ref(), self.settled.is_cancelled());
         let mut counts = [0_u32; 3];
         for entry in table.by_address.values() {
             let which = match &entry.state {
@@ -356,13 +362,14 @@ impl Nodes {
         let settled =
             table.has_addresses && table.by_address.values().all(|entry| !matches!(entry.state, State::New));
         // One that joins later holds no call up.
-        self.settled.send_if_modified(|before| settled && !std::mem::replace(before, true));
+        if settled {
+            self.settled.cancel();
+        }
     }
 
     /// Waits until a router that has just started has tried all nodes.
     pub async fn settled(&self) {
-        let mut settled = self.settled.subscribe();
-        let _ = tokio::time::timeout(self.patience, settled.wait_for(|settled| *settled)).await;
+        let _ = tokio::time::timeout(self.patience, self.settled.cancelled()).await;
     }
 
     /// All whose objects can be reached, by key.

@@ -1,9 +1,9 @@
 //! On which node a new volume is made. Pure.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 use base::DataDirKey;
 use proto::{Topology, TopologyRequirement};

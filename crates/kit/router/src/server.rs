@@ -49,7 +49,13 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         .map_err(|error| format!("listen on {} (--endpoint): {error}", arguments.endpoint))?;
     let stop = Stop::watch()?;
 
-    let nodes = Nodes::new(tls.clone(), arguments.node_timeout, arguments.forgotten, arguments.driver_name);
+    let nodes = Nodes::new(
+        tls.clone(),
+        tls.clone(),
+        arguments.node_timeout,
+        arguments.forgotten,
+        arguments.driver_name,
+    );
     nodes.read_forgotten();
     let mut volumes = None;
     match &arguments.node_service {

@@ -9,9 +9,8 @@ mod snapshots;
 mod twice;
 mod volumes;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
 
 use base::DataDirKey;
 use bytes::Bytes;
@@ -20,6 +19,7 @@ use prost::Message;
 use serve::relay::frame_bytes;
 use serve::streams::Streams;
 use serve::upstream::Answer;
+use tokio::time::Instant;
 use tonic::codegen::http::response;
 use tonic::{Code, Status};
 
@@ -60,9 +60,9 @@ pub struct Router {
     pub streams: Arc<Streams<Record>>,
     names: Mutex<BTreeSet<(i32, String)>>,
     /// The node that was last asked to make a volume of this name and has not answered: it may be there.
-    unanswered: Mutex<HashMap<String, (DataDirKey, Instant)>>,
+    unanswered: Mutex<BTreeMap<String, (DataDirKey, Instant)>>,
     /// Volumes that were made while nodes were away, which may have one of the same name: their ids by name.
-    doubtful: Mutex<HashMap<String, String>>,
+    doubtful: Mutex<BTreeMap<String, String>>,
     making: Making,
 }
 

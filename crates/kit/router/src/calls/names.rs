@@ -1,12 +1,12 @@
 //! Names of objects in the whole cluster: held while an object of one is made, and looked for on all nodes.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use base::DataDirKey;
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use proto::node::{ChooseRequest, ChooseResponse, FindRequest, FindResponse, Kind};
+use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::{AT_ONCE, Router, answers, no_node};

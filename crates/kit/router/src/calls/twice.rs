@@ -5,7 +5,7 @@
 //! say it, and the volume that none of them has is deleted. Elsewhere an operator has to do it.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::DataDirKey;
 use bytes::Bytes;
@@ -15,7 +15,7 @@ use kube::api::ListParams;
 use metrics::counter;
 use prost::Message;
 use proto::node::Kind;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::{Router, Target};
 

@@ -1,7 +1,7 @@
 //! CreateVolume: on which node a volume is made, so that there is one of a name.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::DataDirKey;
 use bytes::Bytes;
@@ -9,6 +9,7 @@ use metrics::counter;
 use proto::node::{
     AbandonRequest, AbandonResponse, ChooseRequest, CreateFromRequest, CreateFromResponse, FindResponse, Kind,
 };
+use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::names::{choice, in_work, is_answered};
