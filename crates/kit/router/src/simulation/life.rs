@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tonic::{Code, Status};
 
 use super::network::Network;
-use super::node::{Disk, Node};
+use super::node::{Disk, Node, POOL};
 use super::orchestrator::{RouterProcess, Volumes};
 use super::{MOST_NODES, certificates, key_of};
 
@@ -60,6 +60,7 @@ struct Story {
     asked: BTreeMap<String, Instant>,
     /// Names of volumes that an older disk brought back.
     revived: BTreeSet<String>,
+    is_well: bool,
 }
 
 #[derive(Clone)]
@@ -79,15 +80,15 @@ struct Wish {
     places: Vec<usize>,
 }
 
-/// It was on a disk that is gone.
+/// What it was made of, or where it would be, is not there.
 struct Gone;
 
 impl World {
     /// The node at an address, if it is reached.
     pub fn at(&self, from: &Node, address: &str) -> Result<&Arc<Node>, Status> {
-        let number = self.addresses.iter().position(|known| known == address).expect("an address of a node");
-        match self.network.reaches(from.host, self.nodes[number].host) {
-            true => Ok(&self.nodes[number]),
+        let host = self.network.host_at(address).expect("an address of a node");
+        match self.network.reaches(from.host, host) {
+            true => Ok(self.nodes.iter().find(|node| node.host == host).expect("a node")),
             false => Err(Status::unavailable("the source's node is not reached")),
         }
     }
@@ -136,6 +137,21 @@ impl World {
         answer
     }
 
+    /// Whether no fault comes any more.
+    fn is_well(&self) -> bool {
+        self.story.lock().is_well
+    }
+
+    fn is_full(&self, wish: &Wish) -> bool {
+        let source = wish.source.as_ref().map(|(id, _)| self.node_of(id));
+        let places: Vec<usize> = match source {
+            Some(node) if wish.places.is_empty() || wish.places.contains(&node) => vec![node],
+            _ if wish.places.is_empty() => (0..self.nodes.len()).collect(),
+            _ => wish.places.clone(),
+        };
+        places.iter().all(|place| self.nodes[*place].disk().provisioned() + (wish.gib << 30) > POOL)
+    }
+
     async fn wait_a_bit(&self, random: &mut fastrand::Rng, most: u64) {
         sleep(Duration::from_millis(random.u64(..=most * 1000))).await;
     }
@@ -180,6 +196,7 @@ pub async fn live(seed: u64) -> Outcome {
             ended.expect("faults");
         }
         world.tell("all is well");
+        world.story.lock().is_well = true;
         let settled = timeout(SETTLED, async {
             while let Some(ended) = tasks.join_next().await {
                 ended.expect("a claim");
@@ -219,9 +236,6 @@ async fn serve(world: &World, number: usize, random: &mut fastrand::Rng) -> Resu
     let id = make(world, random, &wish).await?;
     world.count("volumes");
     world.wait_a_bit(random, 20).await;
-    if random.u8(..3) == 0 {
-        repeat(world, random, &wish, &id).await;
-    }
     let mut snapshots = Vec::new();
     for snapshot in 0..random.usize(..3) {
         let snapshot = take(world, random, &format!("snap-{number}-{snapshot}"), &id).await?;
@@ -275,16 +289,44 @@ fn request_of(world: &World, wish: &Wish) -> proto::CreateVolumeRequest {
 async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<String, Gone> {
     let mut wish = wish.clone();
     world.story.lock().asked.entry(wish.name.clone()).or_insert_with(Instant::now);
-    let mut pause = 1;
+    let (mut pause, mut before) = (1, None);
     loop {
-        let request = request_of(world, &wish);
-        let answer = world.call::<proto::CreateVolumeResponse>(random, "CreateVolume", &wish.name, &request).await;
+        let (request, begun) = (request_of(world, &wish), Instant::now());
+        let call = async |mut random| {
+            let call = world.call(&mut random, "CreateVolume", &wish.name, &request);
+            call.await as Result<proto::CreateVolumeResponse, Status>
+        };
+        let mut answer = call(random.fork()).await;
+        // For a while two sidecars may take themselves for the elected one.
+        if random.u8(..4) == 0 {
+            let (one, other) = tokio::join!(call(random.fork()), call(random.fork()));
+            if let (Ok(one), Ok(other)) = (&one, &other) {
+                let [one, other] = [one, other].map(|made| &made.volume.as_ref().expect("a volume").volume_id);
+                let is_calm = world.was_calm(world.node_of(one), begun) && world.was_calm(world.node_of(other), begun);
+                assert!(one == other || !is_calm, "{} is {one} and {other}", wish.name);
+            }
+            answer = answer.or(one).or(other);
+        }
         match answer {
             Ok(made) => {
                 let id = made.volume.expect("a volume").volume_id;
+                world.tell(&format!("{} is {id}", wish.name));
+                check(world, &wish, &id);
+                // The sidecar is ended before it has noted the volume, and asks again.
+                if let Some(before) = before.replace(id.clone()).filter(|before| *before != id) {
+                    world.count("made again while away");
+                    let was_calm = world.was_calm(world.node_of(&before), begun);
+                    assert!(!was_calm, "{} was {before}, and now it is {id}", wish.name);
+                } else if random.u8(..4) == 0 {
+                    continue;
+                }
                 promise(world, &wish, &id);
-                world.volumes.lock().insert(wish.name.clone(), id.clone());
                 return Ok(id);
+            }
+            Err(status) if status.code() == Code::ResourceExhausted && world.is_well() => {
+                assert!(world.is_full(&wish), "{}: {status}", wish.name);
+                world.count("no room");
+                return Err(Gone);
             }
             Err(status) if is_not_final(&status) => {
                 // The pod is scheduled anew.
@@ -299,6 +341,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
             Err(status) if status.code() == Code::FailedPrecondition => {
                 world.count("twice, for an operator");
                 delete_doubles(world, random, &wish.name).await;
+                before = None;
             }
             Err(status) if status.code() == Code::NotFound => {
                 let (source, _) = wish.source.as_ref().expect("a source");
@@ -313,7 +356,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
 }
 
 /// What the answer says is so: the volume is there, holds what it should, and is where it may be.
-fn promise(world: &World, wish: &Wish, id: &str) {
+fn check(world: &World, wish: &Wish, id: &str) {
     let node = world.node_of(id);
     let disk = world.nodes[node].disk();
     let Some(volume) = disk.volumes.get(id) else {
@@ -324,25 +367,14 @@ fn promise(world: &World, wish: &Wish, id: &str) {
         assert_eq!(volume.content, content, "{} holds something else than its source", wish.name);
     }
     assert!(wish.places.is_empty() || wish.places.contains(&node), "{} is on node {node}", wish.name);
-    let promised =
-        Promised { name: wish.name.clone(), content: volume.content, is_being_deleted: false };
-    world.story.lock().promised_volumes.insert(id.to_owned(), promised);
 }
 
-/// The same call again, as of a sidecar that was restarted: it finds the volume, or nothing while that is away.
-async fn repeat(world: &World, random: &mut fastrand::Rng, wish: &Wish, id: &str) {
-    let begun = Instant::now();
-    let wish = Wish { places: Vec::new(), ..wish.clone() };
-    let request = request_of(world, &wish);
-    let answer = world.call::<proto::CreateVolumeResponse>(random, "CreateVolume", &wish.name, &request).await;
-    let node = world.node_of(id);
-    if let Ok(again) = answer {
-        let again = again.volume.expect("a volume").volume_id;
-        if again != id && !is_gone(world, id) {
-            world.count("made again while away");
-            assert!(!world.was_calm(node, begun), "{} was {id}, and now it is {again}", wish.name);
-        }
-    }
+/// A PersistentVolume has it from now on.
+fn promise(world: &World, wish: &Wish, id: &str) {
+    let Some(volume) = world.nodes[world.node_of(id)].disk().volumes.remove(id) else { return };
+    let promised = Promised { name: volume.name, content: volume.content, is_being_deleted: false };
+    world.story.lock().promised_volumes.insert(id.to_owned(), promised);
+    world.volumes.lock().insert(wish.name.clone(), id.to_owned());
 }
 
 /// An operator deletes the volumes of a name that no claim has.
@@ -505,11 +537,13 @@ enum Fault {
     Lossy,
     ConnectionsReset,
     OldDisk,
+    /// Two nodes get each other's address.
+    AddressesSwapped,
     RouterKilled,
     RouterFrozen,
 }
 
-const FAULTS: [Fault; 11] = [
+const FAULTS: [Fault; 12] = [
     Fault::Cut,
     Fault::Isolated,
     Fault::Killed,
@@ -519,6 +553,7 @@ const FAULTS: [Fault; 11] = [
     Fault::Lossy,
     Fault::ConnectionsReset,
     Fault::OldDisk,
+    Fault::AddressesSwapped,
     Fault::RouterKilled,
     Fault::RouterFrozen,
 ];
@@ -560,7 +595,7 @@ async fn strike(
     world.tell(&format!("{fault:?} {number} ({other}, {router}) for {how_long:?}"));
     // A router that fails keeps itself from all nodes.
     let troubled = match fault {
-        Fault::RouterKilled | Fault::RouterFrozen => 0..world.nodes.len(),
+        Fault::RouterKilled | Fault::RouterFrozen | Fault::AddressesSwapped => 0..world.nodes.len(),
         _ => number..number + 1,
     };
     world.story.lock().troubled[troubled.clone()].iter_mut().for_each(|(now, _)| *now += 1);
@@ -609,6 +644,13 @@ async fn strike(
             network.lose(node.host, false);
         }
         Fault::ConnectionsReset => network.reset(node.host, false),
+        Fault::AddressesSwapped => {
+            let [one, two] = [number, other % world.nodes.len()].map(|number| &world.addresses[number]);
+            let hosts = [one, two].map(|address| network.host_at(address).expect("a host"));
+            network.lead(one, hosts[1]);
+            network.lead(two, hosts[0]);
+            hosts.iter().for_each(|host| network.reset(*host, false));
+        }
         Fault::RouterKilled => {
             let ended = world.routers.lock()[router].clone();
             ended.end();
@@ -669,21 +711,22 @@ impl World {
                 );
             }
             let used = self.volumes.lock();
-            let mut left = 0;
+            let mut left = Vec::new();
             for (name, ids) in &by_name {
                 let unused: Vec<_> = ids.iter().filter(|id| used.get(name) != Some(*id)).collect();
                 if unused.is_empty() || story.revived.contains(name) {
                     continue;
                 }
-                // What a router knew of a second volume ends with its process (docs/router.md).
-                let forgot = story.forgot.is_some_and(|forgot| story.asked.get(name).is_some_and(|asked| *asked < forgot));
-                assert!(forgot, "{name} is left over, as {unused:?}, beside {:?}", used.get(name));
-                left += 1;
+                // docs/router.md: what a router knew of a second volume ends with its process, and without a PersistentVolume
+                // nobody knows which one is used.
+                let asked = story.asked[name];
+                let forgot = story.forgot.is_some_and(|forgot| asked < forgot);
+                let deleted = used.get(name).is_none() && story.troubled.iter().any(|(_, last)| *last > Some(asked));
+                assert!(forgot || deleted, "{name} is left over, as {unused:?}, beside {:?}", used.get(name));
+                left.push(if forgot { "left over after a router forgot" } else { "left over after its claim" });
             }
             left
         };
-        for _ in 0..counted {
-            self.count("left over after a router forgot");
-        }
+        counted.into_iter().for_each(|what| self.count(what));
     }
 }

@@ -99,6 +99,10 @@ impl Network {
         self.change(|state| state.by_address.insert(address.to_owned(), to));
     }
 
+    pub fn host_at(&self, address: &str) -> Option<HostId> {
+        self.state.lock().by_address.get(address).copied()
+    }
+
     pub fn cut(&self, one: HostId, other: HostId, is_cut: bool) {
         self.change(|state| match is_cut {
             true => state.cut.insert(pair(one, other)),
@@ -159,8 +163,7 @@ impl Network {
     }
 
     async fn connect(&self, from: HostId, address: &str) -> io::Result<Box<dyn Wire>> {
-        let to = self.state.lock().by_address.get(address).copied();
-        let Some(to) = to else { return Err(io::ErrorKind::HostUnreachable.into()) };
+        let Some(to) = self.host_at(address) else { return Err(io::ErrorKind::HostUnreachable.into()) };
         self.pause(from, to).await;
         self.until(|state| state.takes_connections(from, to)).await;
         let (near, one) = duplex(WINDOW);

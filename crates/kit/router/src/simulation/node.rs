@@ -169,12 +169,14 @@ impl Node {
         let number = self.state.lock().process.number;
         let answers = move |path: String, message| {
             let (node, world) = (node.clone(), world.clone());
-            async move {
+            // What is begun goes on when its caller is gone.
+            let work = tokio::spawn(async move {
                 node.work(number).await;
                 let answer = node.answer(&world, number, &path, message).await;
                 node.work(number).await;
                 Ok(vec![frame_bytes(&answer?)])
-            }
+            });
+            async move { work.await.expect("a call") }
         };
         tokio::spawn(serve_on(UnboundedReceiverStream::new(connections), answers));
     }
@@ -491,7 +493,7 @@ impl Disk {
         self.volumes.values().chain(self.copies.values().map(|copy| &copy.volume)).map(|volume| volume.name.clone())
     }
 
-    fn provisioned(&self) -> u64 {
+    pub fn provisioned(&self) -> u64 {
         let volumes = self.volumes.values().chain(self.copies.values().map(|copy| &copy.volume));
         volumes.map(|volume| volume.bytes as u64).sum()
     }
