@@ -163,9 +163,17 @@ impl Network {
     }
 
     async fn connect(&self, from: HostId, address: &str) -> io::Result<Box<dyn Wire>> {
-        let Some(to) = self.host_at(address) else { return Err(io::ErrorKind::HostUnreachable.into()) };
-        self.pause(from, to).await;
-        self.until(|state| state.takes_connections(from, to)).await;
+        let mut to = self.host_at(address);
+        let to = loop {
+            let Some(host) = to else { return Err(io::ErrorKind::HostUnreachable.into()) };
+            self.pause(from, host).await;
+            self.until(|state| state.takes_connections(from, host)).await;
+            // Another may have the address by now.
+            to = self.host_at(address);
+            if to == Some(host) {
+                break host;
+            }
+        };
         let (near, one) = duplex(WINDOW);
         let (two, far) = duplex(WINDOW);
         let ends = {
