@@ -120,8 +120,6 @@ mod tests {
             choices.choose("volume", &number.to_string(), key("00000001"), &[], now).expect("a choice");
         }
         assert_eq!(choices.choose("volume", "more", key("00000001"), &[], now), None);
-        choices
-            .choose("volume", "more", key("00000001"), &[], now + KEPT)
-            .expect("the others are forgotten");
+        choices.choose("volume", "more", key("00000001"), &[], now + KEPT).expect("the others are forgotten");
     }
 }

@@ -118,7 +118,7 @@ impl<R: Record> Streams<R> {
             let what = format!("the CSI driver answered with the HTTP status {}", head.status.as_u16());
             return call.fail(Status::new(code, what));
         }
-        let deadline = call.deadline.map(|deadline| Box::pin(tokio::time::sleep_until(deadline.into())));
+        let deadline = call.deadline.map(|deadline| Box::pin(tokio::time::sleep_until(deadline)));
         let live = Live { body, call, tuples: Tuples::default(), taken: Instant::now(), waits: true };
         let open = Arc::new(Open(Mutex::new(State::Live(Box::new(live)))));
         self.open.lock().push(Arc::downgrade(&open));

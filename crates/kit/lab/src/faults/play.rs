@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{Stream as Frames, StreamExt};
@@ -14,6 +14,7 @@ use hyper::body::{Body as HttpBody, Frame};
 use prost::Message as _;
 use serve::relay::{frame, frame_bytes, unframe};
 use tokio::sync::{Semaphore, mpsc};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Response, header};

@@ -1,8 +1,6 @@
 //! The calls of the mock by their paths: decode, call, encode. Calls that are not here are UNIMPLEMENTED, so a later version
 //! of CSI does not change the mock.
 
-use std::time::Instant;
-
 use bytes::Bytes;
 use futures_util::StreamExt;
 use http_body_util::StreamBody;
@@ -10,6 +8,7 @@ use hyper::body::Frame;
 use prost::Message;
 use proto::*;
 use serve::relay::{frame, unframe};
+use tokio::time::Instant;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::Response;

@@ -1,9 +1,8 @@
 //! What the streams tell.
 
-use std::time::Instant;
-
 use futures_util::Stream;
 use proto::*;
+use tokio::time::Instant;
 use tonic::Status;
 
 use super::data::Tuples;

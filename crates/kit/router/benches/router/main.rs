@@ -1,5 +1,5 @@
 //! The router's part of `make bench`: what it costs beside the node's own answer and beside a bare stream over mutual TLS,
-//! what 200 nodes cost, and how quickly a volume gets to another node. Needs root and 2 free cores.
+//! what 10, 100 and 1,000 nodes cost, and how quickly a volume gets to another node. Needs root and 2 free cores.
 //!
 //! `cargo bench -p deltapath-router -- a c` runs the rows that are named; without names all.
 #![allow(clippy::disallowed_methods)]
@@ -12,10 +12,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use csi_client::{block_capability, new_volume};
 use hyper_util::rt::TokioIo;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::{
-    ControllerGetVolumeRequest, GetCapacityRequest, GetMetadataAllocatedRequest, ListVolumesRequest,
+    ControllerGetVolumeRequest, GetCapacityRequest, GetMetadataAllocatedRequest, ListSnapshotsRequest,
+    ListVolumesRequest,
 };
 use serve::identity::Role;
 use testkit::bench::{HEADS, Process, median, ms, row};
@@ -27,15 +29,18 @@ use testkit::cluster::{Authority, Cluster, Router, eventually, uri};
 
 /// How the bench starts itself as the drivers of many nodes.
 const NODES: &str = "--serve-nodes";
-/// Many of them, and volumes on each.
-const MANY: usize = 200;
-const VOLUMES: usize = 50;
+/// Volumes on all of them together, and as many snapshots.
+const VOLUMES: usize = 100_000;
+const PAGE: i32 = 500;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
-    if let [NODES, dir, count] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        return runtime.block_on(nodes::serve(Path::new(dir), count.parse().expect("a number"), VOLUMES));
+    if let [NODES, dir, first, count, of, port] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..]
+    {
+        let [first, count, of] = [first, count, of].map(|number| number.parse().expect("a number"));
+        let port = port.parse().expect("a port");
+        return runtime.block_on(nodes::serve(Path::new(dir), first..first + count, VOLUMES / of, port));
     }
     let wanted: Vec<_> = arguments.into_iter().filter(|argument| !argument.starts_with('-')).collect();
     let wants = |row: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == row);
@@ -48,7 +53,9 @@ fn main() {
             stream().await;
         }
         if wants("c") {
-            many().await;
+            for nodes in [10, 100, 1000] {
+                many(nodes).await;
+            }
         }
         if wants("d") {
             transfer::transfer().await;
@@ -89,12 +96,15 @@ async fn unary() {
     );
 }
 
-/// Many nodes in a process of their own, and a router in front of them.
+/// Many nodes in a process of their own, the last in another one, and a router in front of them.
 struct Simulated {
     router: Router,
     authority_dir: tempfile::TempDir,
     endpoints: Vec<String>,
-    _nodes: Process,
+    /// From the router's start until all nodes were up.
+    started: Duration,
+    last: Option<Process>,
+    _others: Process,
 }
 
 impl Simulated {
@@ -105,16 +115,40 @@ impl Simulated {
         for number in 0..count {
             authority.issue(dir.path(), &key_of(number), &uri(&format!("node/{}", key_of(number))));
         }
-        let at = dir.path().display().to_string();
-        let nodes = Process::of_this(&[NODES, &at, &count.to_string()]);
-        let ports = dir.path().join("ports");
-        eventually("the nodes serve", async || ports.exists()).await;
-        let ports = std::fs::read_to_string(ports).expect("the ports");
-        let endpoints: Vec<String> = ports.lines().map(|port| format!("127.0.0.1:{port}")).collect();
+        let others = serve(dir.path(), 0, count - 1, count, 0);
+        let last = serve(dir.path(), count - 1, 1, count, 0);
+        let mut endpoints = Vec::new();
+        for first in [0, count - 1] {
+            let ports = dir.path().join(nodes::ports(first));
+            eventually("the nodes serve", async || ports.exists()).await;
+            let ports = std::fs::read_to_string(ports).expect("the ports");
+            endpoints.extend(ports.lines().map(|port| format!("127.0.0.1:{port}")));
+        }
+        let begun = Instant::now();
         let router = Router::start(dir.path(), "router", &endpoints, &[]).await;
         router.sees(count).await;
-        Simulated { router, authority_dir: dir, endpoints, _nodes: nodes }
+        let (started, last) = (begun.elapsed(), Some(last));
+        Simulated { router, authority_dir: dir, endpoints, started, last, _others: others }
     }
+
+    /// The last node's process ends, and starts again where it was: how long until the router uses it.
+    async fn last_returns(&mut self) -> Duration {
+        let (count, dir) = (self.endpoints.len(), self.authority_dir.path().to_owned());
+        self.last = None;
+        self.router.sees(count - 1).await;
+        let (_, port) = self.endpoints[count - 1].rsplit_once(':').expect("a port");
+        let begun = Instant::now();
+        self.last = Some(serve(&dir, count - 1, 1, count, port.parse().expect("a port")));
+        self.router.sees(count).await;
+        begun.elapsed()
+    }
+}
+
+/// Starts nodes, `count` from the number `first` on, of so many in all. The port may be any: 0.
+fn serve(dir: &Path, first: usize, count: usize, of: usize, port: u16) -> Process {
+    let numbers = [first, count, of, port.into()].map(|number| number.to_string());
+    let [first, count, of, port] = numbers.each_ref().map(String::as_str);
+    Process::of_this(&[NODES, &dir.display().to_string(), first, count, of, port])
 }
 
 /// The same windows on both ways.
@@ -138,7 +172,7 @@ async fn read_long(client: &mut SnapshotMetadataClient<Channel>) -> Duration {
 }
 
 async fn stream() {
-    let simulated = Simulated::start(1).await;
+    let simulated = Simulated::start(2).await;
     let tls = played::tls(simulated.authority_dir.path(), "router", Role::Router);
     let address = Arc::new(simulated.endpoints[0].clone());
     let connect = tower::service_fn(move |_: Uri| {
@@ -168,64 +202,63 @@ async fn stream() {
     );
 }
 
-async fn many() {
-    let simulated = Simulated::start(MANY).await;
+/// What calls about all nodes cost, and what nodes cost that nobody asks for anything.
+async fn many(nodes: usize) {
+    let mut simulated = Simulated::start(nodes).await;
     let mut client = simulated.router.client.controller.clone();
-    let (mut first, mut pages, mut capacities) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..21 {
-        let mut token = String::new();
-        let mut volumes = 0;
-        loop {
-            let begun = Instant::now();
-            let request = ListVolumesRequest { max_entries: 500, starting_token: token.clone() };
-            let page = client.list_volumes(request).await.expect("a page").into_inner();
-            if token.is_empty() {
-                first.push(begun.elapsed());
-            }
-            pages.push(begun.elapsed());
-            volumes += page.entries.len();
-            token = page.next_token;
-            if token.is_empty() {
-                break;
-            }
-        }
-        assert_eq!(volumes, MANY * VOLUMES);
+    let mut times: [Vec<Duration>; 4] = Default::default();
+    let [volumes, snapshots, capacities, created] = &mut times;
+    let mut token = String::new();
+    for round in 0..101 {
+        let begun = Instant::now();
+        let request = ListVolumesRequest { max_entries: PAGE, starting_token: token.clone() };
+        let page = client.list_volumes(request).await.expect("a page").into_inner();
+        volumes.push(begun.elapsed());
+        assert_eq!(page.entries.len(), PAGE as usize);
+        let begun = Instant::now();
+        let request = ListSnapshotsRequest {
+            max_entries: PAGE,
+            starting_token: token.replace("vol", "snap"),
+            ..Default::default()
+        };
+        let listed = client.list_snapshots(request).await.expect("a page").into_inner();
+        snapshots.push(begun.elapsed());
+        assert_eq!(listed.entries.len(), PAGE as usize);
+        token = page.next_token;
         let begun = Instant::now();
         let capacity =
             client.get_capacity(GetCapacityRequest::default()).await.expect("GetCapacity").into_inner();
         capacities.push(begun.elapsed());
-        assert_eq!(capacity.available_capacity, nodes::FREE * MANY as i64);
+        assert_eq!(capacity.available_capacity, nodes::FREE * nodes as i64);
+        let begun = Instant::now();
+        let request = new_volume(&format!("new-{round}"), 1 << 30, block_capability());
+        client.create_volume(request).await.expect("a volume");
+        created.push(begun.elapsed());
     }
-    // Every volume in one page too: the most that it holds at once.
+    // Every volume in pages of the longest kind too: the most that it holds at once.
     let all = client.list_volumes(ListVolumesRequest::default()).await.expect("a page").into_inner();
-    assert!(!all.entries.is_empty());
+    assert_eq!(all.entries.len(), 5000);
+    let returned = simulated.last_returns().await;
     let peak = testkit::process_status(simulated.router.running.pid(), "VmHWM:");
     simulated.router.finish();
-    let limit = Duration::from_millis(50);
-    let slowest = pages.iter().max().copied().unwrap_or_default();
-    let what = format!("{MANY} nodes with {} volumes: ", MANY * VOLUMES);
-    row(
-        "c",
-        &format!("{what}a page of 500 of ListVolumes"),
-        &ms(median(&pages)),
-        &format!("the first page {}, the slowest of {} {}", ms(median(&first)), pages.len(), ms(slowest)),
-        "50 ms",
-        median(&pages) <= limit,
-    );
-    row(
-        "c",
-        &format!("{what}GetCapacity"),
-        &ms(median(&capacities)),
-        "asks all nodes",
-        "50 ms",
-        median(&capacities) <= limit,
-    );
-    row(
-        "c",
-        &format!("{what}the router's memory"),
-        &format!("{} MiB", peak >> 10),
-        "the most that it had",
-        "64 MiB",
-        peak <= 64 << 10,
-    );
+    let what = |what: &str| format!("{nodes} nodes with {VOLUMES} volumes: {what}");
+    for (name, times, must) in [
+        ("a page of 500 of ListVolumes", &times[0], 50),
+        ("a page of 500 of ListSnapshots", &times[1], 50),
+        ("GetCapacity", &times[2], 100),
+        ("CreateVolume", &times[3], 250),
+    ] {
+        let (median, slowest) = (median(times), times.iter().max().copied().unwrap_or_default());
+        let beside = format!("the slowest of {}: {}", times.len(), ms(slowest));
+        let must = Duration::from_millis(must);
+        row("c", &what(name), &ms(median), &beside, &ms(must), median <= must);
+    }
+    for (name, time, must) in
+        [("start until all are up", simulated.started, 5), ("a node's return", returned, 2)]
+    {
+        let must = Duration::from_secs(must);
+        row("c", &what(name), &ms(time), "one run", &ms(must), time <= must);
+    }
+    let (most, memory) = (128 << 10, what("the router's memory"));
+    row("c", &memory, &format!("{} MiB", peak >> 10), "the most that it had", "128 MiB", peak <= most);
 }

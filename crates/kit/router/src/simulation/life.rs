@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tonic::{Code, Status};
 
 use super::network::Network;
-use super::node::{Disk, Node, POOL};
+use super::node::{Disk, NORMAL, Node, POOL};
 use super::orchestrator::{RouterProcess, Volumes};
 use super::{MOST_NODES, certificates, key_of};
 
@@ -102,7 +102,16 @@ impl World {
     }
 
     fn count(&self, what: &'static str) {
-        *self.story.lock().counts.entry(what).or_insert(0) += 1;
+        self.count_more(what, 1);
+    }
+
+    fn count_more(&self, what: &'static str, more: u64) {
+        *self.story.lock().counts.entry(what).or_insert(0) += more;
+    }
+
+    /// One of three names, by the number of routers.
+    fn by_routers(&self, names: [&'static str; 3]) -> &'static str {
+        names[self.routers.lock().len() - 1]
     }
 
     fn node_of(&self, id: &str) -> usize {
@@ -150,6 +159,17 @@ impl World {
             _ => wish.places.clone(),
         };
         places.iter().all(|place| self.nodes[*place].disk().provisioned() + (wish.gib << 30) > POOL)
+    }
+
+    /// A node that is making something now, or any if none begins to.
+    async fn one_at_work(&self) -> usize {
+        for _ in 0..1000 {
+            if let Some(node) = self.nodes.iter().position(|node| node.is_at_work()) {
+                return node;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+        0
     }
 
     async fn wait_a_bit(&self, random: &mut fastrand::Rng, most: u64) {
@@ -225,14 +245,11 @@ async fn serve(world: &World, number: usize, random: &mut fastrand::Rng) -> Resu
     world.wait_a_bit(random, 40).await;
     let places = |random: &mut fastrand::Rng| match random.u8(..3) {
         0 => Vec::new(),
-        _ => random.choose_multiple(0..world.nodes.len(), 2),
+        // One or two.
+        number => random.choose_multiple(0..world.nodes.len(), number.into()),
     };
-    let wish = Wish {
-        name: format!("pvc-{number}"),
-        gib: random.u64(1..=12),
-        source: None,
-        places: places(random),
-    };
+    let wish =
+        Wish { name: format!("pvc-{number}"), gib: random.u64(1..=12), source: None, places: places(random) };
     let id = make(world, random, &wish).await?;
     world.count("volumes");
     world.wait_a_bit(random, 20).await;
@@ -276,7 +293,10 @@ fn request_of(world: &World, wish: &Wish) -> proto::CreateVolumeRequest {
     let requisite = wish.places.iter().map(|place| world.nodes[*place].topology()).collect();
     proto::CreateVolumeRequest {
         name: wish.name.clone(),
-        capacity_range: Some(proto::CapacityRange { required_bytes: (wish.gib << 30) as i64, limit_bytes: 0 }),
+        capacity_range: Some(proto::CapacityRange {
+            required_bytes: (wish.gib << 30) as i64,
+            limit_bytes: 0,
+        }),
         volume_content_source: wish.source.clone().map(|(snapshot_id, _)| proto::VolumeContentSource {
             r#type: Some(Type::Snapshot(SnapshotSource { snapshot_id })),
         }),
@@ -301,8 +321,10 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
         if random.u8(..4) == 0 {
             let (one, other) = tokio::join!(call(random.fork()), call(random.fork()));
             if let (Ok(one), Ok(other)) = (&one, &other) {
-                let [one, other] = [one, other].map(|made| &made.volume.as_ref().expect("a volume").volume_id);
-                let is_calm = world.was_calm(world.node_of(one), begun) && world.was_calm(world.node_of(other), begun);
+                let [one, other] =
+                    [one, other].map(|made| &made.volume.as_ref().expect("a volume").volume_id);
+                let is_calm =
+                    world.was_calm(world.node_of(one), begun) && world.was_calm(world.node_of(other), begun);
                 assert!(one == other || !is_calm, "{} is {one} and {other}", wish.name);
             }
             answer = answer.or(one).or(other);
@@ -321,6 +343,10 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
                     continue;
                 }
                 promise(world, &wish, &id);
+                let waited = world.story.lock().asked[&wish.name].elapsed();
+                let of = ["waited ms, 1 router", "waited ms, 2 routers", "waited ms, 3 routers"];
+                world.count_more(world.by_routers(of), waited.as_millis() as u64);
+                world.count(world.by_routers(["made, 1 router", "made, 2 routers", "made, 3 routers"]));
                 return Ok(id);
             }
             Err(status) if status.code() == Code::ResourceExhausted && world.is_well() => {
@@ -339,7 +365,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
                 wish.places.clear();
             }
             Err(status) if status.code() == Code::FailedPrecondition => {
-                world.count("twice, for an operator");
+                world.count(world.by_routers(["twice, 1 router", "twice, 2 routers", "twice, 3 routers"]));
                 delete_doubles(world, random, &wish.name).await;
                 before = None;
             }
@@ -402,7 +428,8 @@ async fn take(
     };
     let mut pause = 1;
     loop {
-        let answer = world.call::<proto::CreateSnapshotResponse>(random, "CreateSnapshot", name, &request).await;
+        let answer =
+            world.call::<proto::CreateSnapshotResponse>(random, "CreateSnapshot", name, &request).await;
         match answer {
             Ok(taken) => {
                 let id = taken.snapshot.expect("a snapshot").snapshot_id;
@@ -442,7 +469,9 @@ async fn delete_snapshot(world: &World, random: &mut fastrand::Rng, id: &str) {
         snapshot.is_being_deleted = true;
     }
     let request = proto::DeleteSnapshotRequest { snapshot_id: id.to_owned(), ..Default::default() };
-    while let Err(status) = world.call::<proto::DeleteSnapshotResponse>(random, "DeleteSnapshot", id, &request).await {
+    while let Err(status) =
+        world.call::<proto::DeleteSnapshotResponse>(random, "DeleteSnapshot", id, &request).await
+    {
         assert!(is_not_final(&status), "{id}: {status}");
         world.wait_a_bit(random, 5).await;
     }
@@ -454,7 +483,9 @@ async fn delete_volume(world: &World, random: &mut fastrand::Rng, name: &str, id
         volume.is_being_deleted = true;
     }
     let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
-    while let Err(status) = world.call::<proto::DeleteVolumeResponse>(random, "DeleteVolume", id, &request).await {
+    while let Err(status) =
+        world.call::<proto::DeleteVolumeResponse>(random, "DeleteVolume", id, &request).await
+    {
         assert!(is_not_final(&status), "{id}: {status}");
         world.wait_a_bit(random, 5).await;
     }
@@ -492,7 +523,8 @@ async fn list(world: &World, mut random: fastrand::Rng) {
         let before = world.story.lock().promised_volumes.clone();
         let listed = list_all(async |token| {
             let request = proto::ListVolumesRequest { max_entries: most, starting_token: token };
-            let page: proto::ListVolumesResponse = world.call(&mut random, "ListVolumes", "", &request).await?;
+            let page: proto::ListVolumesResponse =
+                world.call(&mut random, "ListVolumes", "", &request).await?;
             let ids = page.entries.into_iter().map(|entry| entry.volume.expect("a volume").volume_id);
             Ok((ids.collect(), page.next_token))
         });
@@ -566,7 +598,10 @@ async fn break_things(world: Arc<World>, how_long: Duration, mut random: fastran
     while Instant::now() < until {
         world.wait_a_bit(&mut random, 15).await;
         let fault = FAULTS[random.usize(..FAULTS.len())];
-        let node = random.usize(..world.nodes.len());
+        let node = match random.bool() {
+            true => random.usize(..world.nodes.len()),
+            false => world.one_at_work().await,
+        };
         // One that has a fault has enough.
         if world.story.lock().troubled[node].0 > 0 {
             continue;
@@ -636,7 +671,7 @@ async fn strike(
         Fault::Slow => {
             node.slow(Duration::from_secs(random.u64(1..12)));
             sleep(how_long).await;
-            node.slow(Duration::from_millis(20));
+            node.slow(NORMAL);
         }
         Fault::Lossy => {
             network.lose(node.host, true);
@@ -699,7 +734,11 @@ impl World {
             let story = self.story.lock();
             for (id, promised) in &story.promised_volumes {
                 let ids = by_name.get(&promised.name);
-                assert!(ids.is_some_and(|ids| ids.contains(id)), "{} was promised as {id}, and is lost", promised.name);
+                assert!(
+                    ids.is_some_and(|ids| ids.contains(id)),
+                    "{} was promised as {id}, and is lost",
+                    promised.name
+                );
             }
             for (id, promised) in &story.promised_snapshots {
                 let disk = self.nodes[self.node_of(id)].disk();
@@ -721,9 +760,14 @@ impl World {
                 // nobody knows which one is used.
                 let asked = story.asked[name];
                 let forgot = story.forgot.is_some_and(|forgot| asked < forgot);
-                let deleted = used.get(name).is_none() && story.troubled.iter().any(|(_, last)| *last > Some(asked));
+                let deleted =
+                    used.get(name).is_none() && story.troubled.iter().any(|(_, last)| *last > Some(asked));
                 assert!(forgot || deleted, "{name} is left over, as {unused:?}, beside {:?}", used.get(name));
-                left.push(if forgot { "left over after a router forgot" } else { "left over after its claim" });
+                left.push(if forgot {
+                    "left over after a router forgot"
+                } else {
+                    "left over after its claim"
+                });
             }
             left
         };

@@ -88,15 +88,17 @@ fn play_many(first: u64, count: u64) -> BTreeMap<&'static str, u64> {
     sum.into_inner()
 }
 
-/// Every life of the seeds of today.
+/// Promise: whatever fails, one volume has a name, nothing that was promised is lost, no call outlives its deadline, and a list is
+/// complete or refused. What docs/router.md allows is counted.
 #[test]
 fn nothing_is_lost_doubled_or_late_in_random_lives() {
-    let lives = std::env::var("DELTAPATH_LIVES").ok().and_then(|lives| lives.parse().ok()).unwrap_or(20);
+    let asked = std::env::var("DELTAPATH_LIVES").ok().and_then(|lives| lives.parse().ok());
+    let lives = asked.unwrap_or(if testkit::is_short() { 20 } else { 100 });
     let seed = testkit::seed("simulation");
     let begun = std::time::Instant::now();
     let counts = play_many(seed, lives);
     println!("{lives} lives from seed {seed} in {:.1} s: {counts:?}", begun.elapsed().as_secs_f64());
-    // Not much of nothing.
+    // Each life has some of each.
     for what in ["volumes", "snapshots", "restores", "lists", "faults"] {
         assert!(counts.get(what).is_some_and(|count| *count >= lives), "{what}: {counts:?}");
     }

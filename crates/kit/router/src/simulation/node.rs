@@ -30,6 +30,8 @@ use super::network::{HostId, Network};
 pub const DRIVER: &str = "deltapath.csi.dev";
 /// Size of a pool, in bytes.
 pub const POOL: u64 = 64 << 30;
+/// The longest that a call takes where nothing is wrong.
+pub const NORMAL: Duration = Duration::from_millis(200);
 /// How long a copy may be without a call for it.
 const UNASKED: Duration = Duration::from_secs(3600);
 
@@ -117,13 +119,17 @@ impl Node {
             random: fastrand::Rng::with_seed(seed),
             disk: Disk::default(),
             process: Process::default(),
-            slowness: Duration::from_millis(20),
+            slowness: NORMAL,
         };
         Arc::new(Node { host, key, tls, network: network.clone(), state: Mutex::new(state) })
     }
 
     pub fn disk(&self) -> Disk {
         self.state.lock().disk.clone()
+    }
+
+    pub fn is_at_work(&self) -> bool {
+        !self.state.lock().process.making.is_empty()
     }
 
     pub fn slow(&self, slowness: Duration) {
@@ -311,7 +317,10 @@ impl Node {
     }
 
     /// The volume of this name that is there, if it is as the request has it.
-    fn made(&self, request: &proto::CreateVolumeRequest) -> Result<Option<proto::CreateVolumeResponse>, Status> {
+    fn made(
+        &self,
+        request: &proto::CreateVolumeRequest,
+    ) -> Result<Option<proto::CreateVolumeResponse>, Status> {
         let state = self.state.lock();
         let Some((id, _)) = state.disk.volume_named(&request.name) else { return Ok(None) };
         let volume = &state.disk.volumes[&id];
@@ -490,7 +499,10 @@ impl Disk {
     }
 
     pub fn names(&self) -> impl Iterator<Item = String> {
-        self.volumes.values().chain(self.copies.values().map(|copy| &copy.volume)).map(|volume| volume.name.clone())
+        self.volumes
+            .values()
+            .chain(self.copies.values().map(|copy| &copy.volume))
+            .map(|volume| volume.name.clone())
     }
 
     pub fn provisioned(&self) -> u64 {
@@ -527,7 +539,9 @@ impl Disk {
 
 pub fn id_of(source: &Type) -> &str {
     match source {
-        Type::Snapshot(SnapshotSource { snapshot_id: id }) | Type::Volume(VolumeSource { volume_id: id }) => id,
+        Type::Snapshot(SnapshotSource { snapshot_id: id }) | Type::Volume(VolumeSource { volume_id: id }) => {
+            id
+        }
     }
 }
 

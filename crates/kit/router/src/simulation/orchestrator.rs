@@ -17,9 +17,9 @@ use serve::streams::Streams;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
-use tonic::Status;
 use tower::Service;
 
 use super::certificates;
@@ -112,10 +112,12 @@ fn kubernetes(volumes: &Volumes) -> kube::Client {
             .iter()
             .map(|(name, id)| {
                 let csi = json!({"driver": super::node::DRIVER, "volumeHandle": id});
-                serde_json::from_value(json!({"metadata": {"name": name}, "spec": {"csi": csi}})).expect("a volume")
+                serde_json::from_value(json!({"metadata": {"name": name}, "spec": {"csi": csi}}))
+                    .expect("a volume")
             })
             .collect();
-        let list = json!({"apiVersion": "v1", "kind": "PersistentVolumeList", "metadata": {}, "items": items});
+        let list =
+            json!({"apiVersion": "v1", "kind": "PersistentVolumeList", "metadata": {}, "items": items});
         std::future::ready(Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(list.to_string())))))
     });
     kube::Client::new(service, "default")

@@ -61,7 +61,7 @@ fn timed<T>(message: T) -> Request<T> {
 
 /// How the router ends a call, or that it answers. The client has no clock of its own: only the router knows the deadline.
 pub async fn code_of(socket: &Path, path: &str, message: &[u8], deadline: Duration) -> Code {
-    let request = upstream::request(path, Some(Instant::now() + deadline)).expect("a request");
+    let request = upstream::request(path, Some((Instant::now() + deadline).into())).expect("a request");
     let router = Upstream::new(WideWindows::of(0), upstream::OFTEN);
     let call = router.call(UnixStream::connect(socket), request, frame_bytes(message));
     // No slow machine, and sooner than the pings of a connection find that it is dead.
