@@ -1,20 +1,21 @@
 //! One life: sidecars make, repeat, restore, list and delete what claims ask for, while hosts and links fail; then all is well
 //! again, and what is on the disks must be what was promised.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::DataDirKey;
 use parking_lot::Mutex;
 use proto::volume_content_source::{SnapshotSource, Type};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tonic::{Code, Status};
 
+use super::faults::break_things;
 use super::network::Network;
-use super::node::{Disk, NORMAL, Node, POOL};
+use super::node::{Node, POOL};
 use super::orchestrator::{RouterProcess, Volumes};
+use super::world::{Outcome, Promised, Story, World};
 use super::{MOST_NODES, certificates, key_of};
 
 /// How long hosts and links fail in a life, at most.
@@ -23,52 +24,6 @@ const BAD_TIMES: u64 = 120;
 const SETTLED: Duration = Duration::from_secs(1800);
 /// How long a router needs to find what exists twice, and delete it.
 const FOUND: Duration = Duration::from_secs(45);
-/// How long after a fault of a node a router may still take it to be away.
-const AFTERMATH: Duration = Duration::from_secs(30);
-
-pub struct Outcome {
-    /// Of all that was asked, answered and broken, and when.
-    pub trace: blake3::Hash,
-    pub counts: BTreeMap<&'static str, u64>,
-}
-
-/// Everything there is in a life.
-pub struct World {
-    network: Network,
-    /// Their host numbers come first.
-    routers: Mutex<Vec<Arc<RouterProcess>>>,
-    nodes: Vec<Arc<Node>>,
-    addresses: Vec<String>,
-    volumes: Volumes,
-    begun: Instant,
-    story: Mutex<Story>,
-}
-
-/// What was asked and promised.
-#[derive(Default)]
-struct Story {
-    trace: blake3::Hasher,
-    counts: BTreeMap<&'static str, u64>,
-    /// By id.
-    promised_volumes: BTreeMap<String, Promised>,
-    promised_snapshots: BTreeMap<String, Promised>,
-    /// Faults that each node has now, and when the last one ended.
-    troubled: Vec<(u32, Option<Instant>)>,
-    /// When a router forgot all it knew, the last time.
-    forgot: Option<Instant>,
-    /// When each name was first asked for.
-    asked: BTreeMap<String, Instant>,
-    /// Names of volumes that an older disk brought back.
-    revived: BTreeSet<String>,
-    is_well: bool,
-}
-
-#[derive(Clone)]
-struct Promised {
-    name: String,
-    content: u64,
-    is_being_deleted: bool,
-}
 
 /// What a sidecar wants of a volume.
 #[derive(Clone)]
@@ -82,100 +37,6 @@ struct Wish {
 
 /// What it was made of, or where it would be, is not there.
 struct Gone;
-
-impl World {
-    /// The node at an address, if it is reached.
-    pub fn at(&self, from: &Node, address: &str) -> Result<&Arc<Node>, Status> {
-        let host = self.network.host_at(address).expect("an address of a node");
-        match self.network.reaches(from.host, host) {
-            true => Ok(self.nodes.iter().find(|node| node.host == host).expect("a node")),
-            false => Err(Status::unavailable("the source's node is not reached")),
-        }
-    }
-
-    fn tell(&self, what: &str) {
-        let line = format!("{:>9.3} {what}\n", self.begun.elapsed().as_secs_f64());
-        if std::env::var_os("DELTAPATH_TELL").is_some() {
-            print!("{line}");
-        }
-        self.story.lock().trace.update(line.as_bytes());
-    }
-
-    fn count(&self, what: &'static str) {
-        self.count_more(what, 1);
-    }
-
-    fn count_more(&self, what: &'static str, more: u64) {
-        *self.story.lock().counts.entry(what).or_insert(0) += more;
-    }
-
-    /// One of three names, by the number of routers.
-    fn by_routers(&self, names: [&'static str; 3]) -> &'static str {
-        names[self.routers.lock().len() - 1]
-    }
-
-    fn node_of(&self, id: &str) -> usize {
-        let key = DataDirKey::of(id).expect("an id");
-        self.nodes.iter().position(|node| node.key == key).expect("a node")
-    }
-
-    /// Whether nothing has kept routers from this node since then, nor shortly before.
-    fn was_calm(&self, node: usize, since: Instant) -> bool {
-        match self.story.lock().troubled[node] {
-            (0, None) => true,
-            (0, Some(ended)) => ended + AFTERMATH < since,
-            _ => false,
-        }
-    }
-
-    async fn call<A: prost::Message + Default>(
-        &self,
-        random: &mut fastrand::Rng,
-        call: &str,
-        what: &str,
-        request: &impl prost::Message,
-    ) -> Result<A, Status> {
-        let router = random.choice(self.routers.lock().iter()).cloned().expect("a router");
-        let deadline = Duration::from_secs([3, 10, 60][random.usize(..3)]);
-        let answer = router.call(&format!("/csi.v1.Controller/{call}"), request, deadline).await;
-        self.count("calls");
-        match &answer {
-            Ok(_) => self.tell(&format!("{call} {what}: OK")),
-            Err(status) => self.tell(&format!("{call} {what}: {:?} {}", status.code(), status.message())),
-        }
-        answer
-    }
-
-    /// Whether no fault comes any more.
-    fn is_well(&self) -> bool {
-        self.story.lock().is_well
-    }
-
-    fn is_full(&self, wish: &Wish) -> bool {
-        let source = wish.source.as_ref().map(|(id, _)| self.node_of(id));
-        let places: Vec<usize> = match source {
-            Some(node) if wish.places.is_empty() || wish.places.contains(&node) => vec![node],
-            _ if wish.places.is_empty() => (0..self.nodes.len()).collect(),
-            _ => wish.places.clone(),
-        };
-        places.iter().all(|place| self.nodes[*place].disk().provisioned() + (wish.gib << 30) > POOL)
-    }
-
-    /// A node that is making something now, or any if none begins to.
-    async fn one_at_work(&self) -> usize {
-        for _ in 0..1000 {
-            if let Some(node) = self.nodes.iter().position(|node| node.is_at_work()) {
-                return node;
-            }
-            sleep(Duration::from_millis(5)).await;
-        }
-        0
-    }
-
-    async fn wait_a_bit(&self, random: &mut fastrand::Rng, most: u64) {
-        sleep(Duration::from_millis(random.u64(..=most * 1000))).await;
-    }
-}
 
 pub async fn live(seed: u64) -> Outcome {
     let mut random = fastrand::Rng::with_seed(seed);
@@ -305,6 +166,17 @@ fn request_of(world: &World, wish: &Wish) -> proto::CreateVolumeRequest {
     }
 }
 
+/// Whether there is no room for it where it may be.
+fn is_full(world: &World, wish: &Wish) -> bool {
+    let source = wish.source.as_ref().map(|(id, _)| world.node_of(id));
+    let places: Vec<usize> = match source {
+        Some(node) if wish.places.is_empty() || wish.places.contains(&node) => vec![node],
+        _ if wish.places.is_empty() => (0..world.nodes.len()).collect(),
+        _ => wish.places.clone(),
+    };
+    places.iter().all(|place| world.nodes[*place].disk().provisioned() + (wish.gib << 30) > POOL)
+}
+
 /// CreateVolume, until it ends well: the volume's id.
 async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<String, Gone> {
     let mut wish = wish.clone();
@@ -337,7 +209,9 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
                 // The sidecar is ended before it has noted the volume, and asks again.
                 if let Some(before) = before.replace(id.clone()).filter(|before| *before != id) {
                     world.count("made again while away");
-                    let was_calm = world.was_calm(world.node_of(&before), begun);
+                    let node = world.node_of(&before);
+                    let was_there = world.nodes[node].disk().volumes.contains_key(&before);
+                    let was_calm = was_there && world.was_calm(node, begun);
                     assert!(!was_calm, "{} was {before}, and now it is {id}", wish.name);
                 } else if random.u8(..4) == 0 {
                     continue;
@@ -350,7 +224,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
                 return Ok(id);
             }
             Err(status) if status.code() == Code::ResourceExhausted && world.is_well() => {
-                assert!(world.is_full(&wish), "{}: {status}", wish.name);
+                assert!(is_full(world, &wish), "{}: {status}", wish.name);
                 world.count("no room");
                 return Err(Gone);
             }
@@ -371,7 +245,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
             }
             Err(status) if status.code() == Code::NotFound => {
                 let (source, _) = wish.source.as_ref().expect("a source");
-                assert!(is_gone(world, source), "{}: {status}", wish.name);
+                assert!(world.is_gone(source), "{}: {status}", wish.name);
                 return Err(Gone);
             }
             Err(status) => panic!("{}: {status}", wish.name),
@@ -448,7 +322,7 @@ async fn take(
             }
             Err(status) if is_not_final(&status) => {}
             Err(status) if status.code() == Code::NotFound => {
-                assert!(is_gone(world, volume_id), "{name} of {volume_id}: {status}");
+                assert!(world.is_gone(volume_id), "{name} of {volume_id}: {status}");
                 return Err(Gone);
             }
             Err(status) => panic!("{name}: {status}"),
@@ -456,12 +330,6 @@ async fn take(
         world.wait_a_bit(random, pause).await;
         pause = (pause * 2).min(30);
     }
-}
-
-/// Whether an object that was promised went with a disk.
-fn is_gone(world: &World, id: &str) -> bool {
-    let story = world.story.lock();
-    !story.promised_volumes.contains_key(id) && !story.promised_snapshots.contains_key(id)
 }
 
 async fn delete_snapshot(world: &World, random: &mut fastrand::Rng, id: &str) {
@@ -554,223 +422,5 @@ async fn list_all(
             return Ok(listed);
         }
         token = next;
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Fault {
-    /// The link of a router and a node, or of two nodes.
-    Cut,
-    Isolated,
-    Killed,
-    PowerLost,
-    Frozen,
-    Slow,
-    Lossy,
-    ConnectionsReset,
-    OldDisk,
-    /// Two nodes get each other's address.
-    AddressesSwapped,
-    RouterKilled,
-    RouterFrozen,
-}
-
-const FAULTS: [Fault; 12] = [
-    Fault::Cut,
-    Fault::Isolated,
-    Fault::Killed,
-    Fault::PowerLost,
-    Fault::Frozen,
-    Fault::Slow,
-    Fault::Lossy,
-    Fault::ConnectionsReset,
-    Fault::OldDisk,
-    Fault::AddressesSwapped,
-    Fault::RouterKilled,
-    Fault::RouterFrozen,
-];
-
-/// Faults, one after the other and some at once; each ends by itself.
-async fn break_things(world: Arc<World>, how_long: Duration, mut random: fastrand::Rng) {
-    let until = Instant::now() + how_long;
-    let old: Arc<Mutex<BTreeMap<usize, Disk>>> = Arc::default();
-    let mut under_way = JoinSet::new();
-    while Instant::now() < until {
-        world.wait_a_bit(&mut random, 15).await;
-        let fault = FAULTS[random.usize(..FAULTS.len())];
-        let node = match random.bool() {
-            true => random.usize(..world.nodes.len()),
-            false => world.one_at_work().await,
-        };
-        // One that has a fault has enough.
-        if world.story.lock().troubled[node].0 > 0 {
-            continue;
-        }
-        old.lock().entry(node).or_insert_with(|| world.nodes[node].disk());
-        world.count("faults");
-        under_way.spawn(strike(world.clone(), fault, node, old.clone(), random.fork()));
-    }
-    while let Some(ended) = under_way.join_next().await {
-        ended.expect("a fault");
-    }
-}
-
-async fn strike(
-    world: Arc<World>,
-    fault: Fault,
-    number: usize,
-    old: Arc<Mutex<BTreeMap<usize, Disk>>>,
-    mut random: fastrand::Rng,
-) {
-    let (node, network) = (&world.nodes[number], &world.network);
-    let routers = world.routers.lock().len();
-    let other = random.usize(..routers + world.nodes.len());
-    let router = random.usize(..routers);
-    let how_long = Duration::from_millis(random.u64(100..40_000));
-    world.tell(&format!("{fault:?} {number} ({other}, {router}) for {how_long:?}"));
-    // A router that fails keeps itself from all nodes.
-    let troubled = match fault {
-        Fault::RouterKilled | Fault::RouterFrozen | Fault::AddressesSwapped => 0..world.nodes.len(),
-        _ => number..number + 1,
-    };
-    world.story.lock().troubled[troubled.clone()].iter_mut().for_each(|(now, _)| *now += 1);
-    match fault {
-        Fault::Cut if other != node.host => {
-            network.cut(node.host, other, true);
-            sleep(how_long).await;
-            network.cut(node.host, other, false);
-        }
-        Fault::Cut => {}
-        Fault::Isolated => {
-            let others = || (0..routers + world.nodes.len()).filter(|other| *other != node.host);
-            others().for_each(|other| network.cut(node.host, other, true));
-            sleep(how_long).await;
-            others().for_each(|other| network.cut(node.host, other, false));
-        }
-        Fault::Killed => {
-            node.end();
-            network.reset(node.host, true);
-            sleep(how_long).await;
-            node.start(&world);
-        }
-        Fault::PowerLost | Fault::OldDisk => {
-            node.end();
-            network.power(node.host, false);
-            sleep(how_long).await;
-            if let (Fault::OldDisk, Some(disk)) = (fault, old.lock().remove(&number)) {
-                world.goes_back(number, disk);
-            }
-            network.power(node.host, true);
-            node.start(&world);
-        }
-        Fault::Frozen => {
-            network.freeze(node.host, true);
-            sleep(how_long).await;
-            network.freeze(node.host, false);
-        }
-        Fault::Slow => {
-            node.slow(Duration::from_secs(random.u64(1..12)));
-            sleep(how_long).await;
-            node.slow(NORMAL);
-        }
-        Fault::Lossy => {
-            network.lose(node.host, true);
-            sleep(how_long).await;
-            network.lose(node.host, false);
-        }
-        Fault::ConnectionsReset => network.reset(node.host, false),
-        Fault::AddressesSwapped => {
-            let [one, two] = [number, other % world.nodes.len()].map(|number| &world.addresses[number]);
-            let hosts = [one, two].map(|address| network.host_at(address).expect("a host"));
-            network.lead(one, hosts[1]);
-            network.lead(two, hosts[0]);
-            hosts.iter().for_each(|host| network.reset(*host, false));
-        }
-        Fault::RouterKilled => {
-            let ended = world.routers.lock()[router].clone();
-            ended.end();
-            network.reset(router, true);
-            world.story.lock().forgot = Some(Instant::now());
-            sleep(how_long / 10).await;
-            let started = RouterProcess::start(router, network, &world.addresses, &world.volumes);
-            // Two faults may have struck it.
-            std::mem::replace(&mut world.routers.lock()[router], Arc::new(started)).end();
-        }
-        Fault::RouterFrozen => {
-            network.freeze(router, true);
-            sleep(how_long).await;
-            network.freeze(router, false);
-        }
-    }
-    for (now, last) in &mut world.story.lock().troubled[troubled] {
-        (*now, *last) = (*now - 1, Some(Instant::now()));
-    }
-    world.tell(&format!("{fault:?} {number} is over"));
-}
-
-impl World {
-    /// A node's disk is one of earlier: what was promised since is gone, and what was deleted is there again.
-    fn goes_back(&self, number: usize, disk: Disk) {
-        let key = self.nodes[number].key;
-        let mut story = self.story.lock();
-        let is_of = |id: &String| DataDirKey::of(id) == Some(key);
-        story.promised_volumes.retain(|id, _| !is_of(id) || disk.volumes.contains_key(id));
-        story.promised_snapshots.retain(|id, _| !is_of(id) || disk.snapshots.contains_key(id));
-        self.volumes.lock().retain(|_, id| !is_of(id) || disk.volumes.contains_key(id));
-        story.revived.extend(disk.names());
-        drop(story);
-        self.nodes[number].set_disk(disk);
-    }
-
-    /// What is on the disks when all is well again.
-    fn judge(&self) {
-        let mut by_name: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        for node in &self.nodes {
-            for (id, volume) in node.disk().volumes {
-                by_name.entry(volume.name).or_default().push(id);
-            }
-        }
-        let counted = {
-            let story = self.story.lock();
-            for (id, promised) in &story.promised_volumes {
-                let ids = by_name.get(&promised.name);
-                assert!(
-                    ids.is_some_and(|ids| ids.contains(id)),
-                    "{} was promised as {id}, and is lost",
-                    promised.name
-                );
-            }
-            for (id, promised) in &story.promised_snapshots {
-                let disk = self.nodes[self.node_of(id)].disk();
-                let there = disk.snapshots.get(id);
-                assert!(
-                    there.is_some_and(|there| there.content == promised.content),
-                    "{} was promised as {id}, and is {there:?}",
-                    promised.name
-                );
-            }
-            let used = self.volumes.lock();
-            let mut left = Vec::new();
-            for (name, ids) in &by_name {
-                let unused: Vec<_> = ids.iter().filter(|id| used.get(name) != Some(*id)).collect();
-                if unused.is_empty() || story.revived.contains(name) {
-                    continue;
-                }
-                // docs/router.md: what a router knew of a second volume ends with its process, and without a PersistentVolume
-                // nobody knows which one is used.
-                let asked = story.asked[name];
-                let forgot = story.forgot.is_some_and(|forgot| asked < forgot);
-                let deleted =
-                    used.get(name).is_none() && story.troubled.iter().any(|(_, last)| *last > Some(asked));
-                assert!(forgot || deleted, "{name} is left over, as {unused:?}, beside {:?}", used.get(name));
-                left.push(if forgot {
-                    "left over after a router forgot"
-                } else {
-                    "left over after its claim"
-                });
-            }
-            left
-        };
-        counted.into_iter().for_each(|what| self.count(what));
     }
 }

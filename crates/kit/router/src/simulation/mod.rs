@@ -2,13 +2,18 @@
 //! network that is one too (`network.rs`). All of it runs in one thread, under a clock that goes on when nobody has anything to do:
 //! so a minute takes some milliseconds, and a seed always gives the same life.
 //!
-//! `life.rs` has what happens in a life and what must hold. `make simulation LIVES=10000` plays many;
-//! `DELTAPATH_SEED=N cargo test -p deltapath-router --features failpoints -- a_life_of_a_seed` plays one again.
+//! `life.rs` has what is asked in a life, `faults.rs` what goes wrong, and `world.rs` what must hold in the end.
+//! `make simulation LIVES=10000` plays many. If one fails, its seed is printed:
+//! `DELTAPATH_SEED=N DELTAPATH_TELL=1 cargo test -p deltapath-router --bin deltapath-router -- a_life_of_a_seed --nocapture`
+//! plays it again, and tells what happens in it.
 
+mod disk;
+mod faults;
 mod life;
 mod network;
 mod node;
 mod orchestrator;
+mod world;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +25,7 @@ use serve::mutual::Mutual;
 use testkit::cluster::{Authority, uri};
 use testkit::played;
 
-use life::Outcome;
+use world::Outcome;
 
 /// The most nodes of a life.
 const MOST_NODES: usize = 8;

@@ -1,7 +1,7 @@
 //! A node of the simulation: what its driver answers to routers, with a disk that outlives its process. The choices of nodes for
 //! names are the driver's own (`base::Choices`); the rest is a model of it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,6 @@ use proto::node::{
     AbandonRequest, AbandonResponse, ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse,
     DescribeResponse, FindRequest, FindResponse, Kind,
 };
-use proto::volume_content_source::{SnapshotSource, Type, VolumeSource};
 use serve::mutual::Mutual;
 use serve::relay::frame_bytes;
 use testkit::played::serve_on;
@@ -24,8 +23,9 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::Status;
 
-use super::life::World;
+use super::disk::{Copy, Disk, Snapshot, Volume, id_of, is_same, page, snapshot};
 use super::network::{HostId, Network};
+use super::world::World;
 
 pub const DRIVER: &str = "deltapath.csi.dev";
 /// Size of a pool, in bytes.
@@ -34,40 +34,6 @@ pub const POOL: u64 = 64 << 30;
 pub const NORMAL: Duration = Duration::from_millis(200);
 /// How long a copy may be without a call for it.
 const UNASKED: Duration = Duration::from_secs(3600);
-
-/// What a power cut leaves.
-#[derive(Clone, Default)]
-pub struct Disk {
-    pub volumes: BTreeMap<String, Volume>,
-    pub snapshots: BTreeMap<String, Snapshot>,
-    copies: BTreeMap<String, Copy>,
-}
-
-#[derive(Clone, Debug)]
-pub struct Volume {
-    pub name: String,
-    pub bytes: i64,
-    /// Which bytes it holds: two that are equal have the same number.
-    pub content: u64,
-    source: Option<Type>,
-}
-
-#[derive(Clone, Debug)]
-pub struct Snapshot {
-    pub name: String,
-    pub volume_id: String,
-    pub content: u64,
-}
-
-/// A volume that is on its way from another node.
-#[derive(Clone)]
-struct Copy {
-    volume: Volume,
-    source_id: String,
-    asked: Instant,
-    /// Parts that are still to come.
-    left: u32,
-}
 
 /// What ends with the process.
 #[derive(Default)]
@@ -85,6 +51,9 @@ pub struct Node {
     pub key: DataDirKey,
     tls: Arc<Mutual>,
     network: Network,
+    /// How many seconds its clock goes on in one.
+    pace: u32,
+    began: Instant,
     state: Mutex<State>,
 }
 
@@ -94,15 +63,6 @@ struct State {
     process: Process,
     /// The longest that a call takes.
     slowness: Duration,
-}
-
-fn is_same(volume: &Volume, request: &proto::CreateVolumeRequest) -> Result<(), Status> {
-    let bytes = request.capacity_range.map_or(0, |range| range.required_bytes);
-    let source = request.volume_content_source.clone().and_then(|source| source.r#type);
-    match volume.bytes == bytes && volume.source == source {
-        true => Ok(()),
-        false => Err(Status::already_exists("another volume has the name")),
-    }
 }
 
 fn answer<M: Message>(message: &M) -> Result<Bytes, Status> {
@@ -115,13 +75,11 @@ fn read<M: Message + Default>(message: Bytes) -> M {
 
 impl Node {
     pub fn new(host: HostId, key: DataDirKey, tls: Arc<Mutual>, network: &Network, seed: u64) -> Arc<Self> {
-        let state = State {
-            random: fastrand::Rng::with_seed(seed),
-            disk: Disk::default(),
-            process: Process::default(),
-            slowness: NORMAL,
-        };
-        Arc::new(Node { host, key, tls, network: network.clone(), state: Mutex::new(state) })
+        let mut random = fastrand::Rng::with_seed(seed);
+        let pace = random.choice([1, 1, 10]).expect("some");
+        let state = State { random, disk: Disk::default(), process: Process::default(), slowness: NORMAL };
+        let (network, began) = (network.clone(), Instant::now());
+        Arc::new(Node { host, key, tls, network, pace, began, state: Mutex::new(state) })
     }
 
     pub fn disk(&self) -> Disk {
@@ -288,12 +246,13 @@ impl Node {
     fn choose(&self, asked: &ChooseRequest) -> Result<Bytes, Status> {
         let key = |text: &String| text.parse::<DataDirKey>().expect("a key");
         let (proposed, not) = (key(&asked.proposed_key), asked.excluded_keys.iter().map(key));
+        let now = self.began.into_std() + self.began.elapsed() * self.pace;
         let choices = &mut self.state.lock().process.choices;
         let chosen = if asked.is_over {
             choices.end(asked.kind, &asked.name, proposed);
             proposed
         } else {
-            let (not, now) = (not.collect::<Vec<_>>(), Instant::now().into_std());
+            let not: Vec<_> = not.collect();
             choices.choose(asked.kind, &asked.name, proposed, &not, now).expect("few choices")
         };
         answer(&ChooseResponse { key: chosen.to_string(), kind: asked.kind })
@@ -490,78 +449,4 @@ impl Node {
     fn id(&self, kind: &str, random: &mut fastrand::Rng) -> String {
         format!("{kind}-{}{:024x}", self.key, random.u64(..))
     }
-}
-
-impl Disk {
-    pub fn ids_named(&self, name: &str) -> Vec<String> {
-        let named = self.volumes.iter().filter(|(_, volume)| volume.name == name);
-        named.map(|(id, _)| id.clone()).collect()
-    }
-
-    pub fn names(&self) -> impl Iterator<Item = String> {
-        self.volumes
-            .values()
-            .chain(self.copies.values().map(|copy| &copy.volume))
-            .map(|volume| volume.name.clone())
-    }
-
-    pub fn provisioned(&self) -> u64 {
-        let volumes = self.volumes.values().chain(self.copies.values().map(|copy| &copy.volume));
-        volumes.map(|volume| volume.bytes as u64).sum()
-    }
-
-    /// Its id; the flag says that it is being copied.
-    fn volume_named(&self, name: &str) -> Option<(String, bool)> {
-        let (id, _) = self.volumes.iter().find(|(_, volume)| volume.name == name)?;
-        Some((id.clone(), false))
-    }
-
-    fn copy_named(&self, name: &str) -> Option<String> {
-        self.copies.iter().find(|(_, copy)| copy.volume.name == name).map(|(id, _)| id.clone())
-    }
-
-    fn snapshot_named(&self, name: &str) -> Option<String> {
-        self.snapshots.iter().find(|(_, snapshot)| snapshot.name == name).map(|(id, _)| id.clone())
-    }
-
-    fn content(&self, source: &Type, key: DataDirKey) -> Result<u64, Status> {
-        let id = id_of(source);
-        let found = match source {
-            Type::Snapshot(_) => self.snapshots.get(id).map(|snapshot| snapshot.content),
-            Type::Volume(_) => self.volumes.get(id).map(|volume| volume.content),
-        };
-        found.ok_or_else(|| match DataDirKey::of(id) == Some(key) {
-            true => Status::not_found("no such source"),
-            false => Status::resource_exhausted("the source is on another node"),
-        })
-    }
-}
-
-pub fn id_of(source: &Type) -> &str {
-    match source {
-        Type::Snapshot(SnapshotSource { snapshot_id: id }) | Type::Volume(VolumeSource { volume_id: id }) => {
-            id
-        }
-    }
-}
-
-fn snapshot(id: &str, snapshot: &Snapshot) -> proto::Snapshot {
-    proto::Snapshot {
-        snapshot_id: id.to_owned(),
-        source_volume_id: snapshot.volume_id.clone(),
-        ready_to_use: true,
-        ..Default::default()
-    }
-}
-
-/// A page in the order of ids, and the token behind it: the id that comes next.
-fn page<'d, T>(
-    objects: &'d BTreeMap<String, T>,
-    most: i32,
-    token: &str,
-) -> (impl Iterator<Item = (&'d String, &'d T)>, String) {
-    let most = usize::try_from(most).ok().filter(|most| *most > 0).unwrap_or(usize::MAX);
-    let rest = objects.range(token.to_owned()..);
-    let next = rest.clone().nth(most).map(|(id, _)| id.clone()).unwrap_or_default();
-    (rest.take(most), next)
 }

@@ -47,42 +47,6 @@ async fn a_name_is_found_again_on_whichever_node_has_it() {
     cluster.finish();
 }
 
-#[apply(device_test)]
-async fn two_routers_at_once_make_one_volume_of_a_name() {
-    const NAMES: usize = 24;
-    let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
-    let second = cluster.another("second", &cluster.endpoints(), &[], 3).await;
-    // One node is fuller, so what is best changes while volumes are made.
-    cluster.volume_on(0, "large").await;
-    let mut tasks = Vec::new();
-    for number in 0..NAMES {
-        for client in [cluster.client(), second.client.clone()] {
-            let request =
-                new_volume(&format!("volume-{number}"), (number as i64 + 1) << 24, block_capability());
-            tasks.push(tokio::spawn(async move {
-                let mut client = client;
-                let made = patiently!(client.create_volume(request.clone()));
-                (number, made.expect("CreateVolume").volume_id)
-            }));
-        }
-    }
-    let mut ids = vec![Vec::new(); NAMES];
-    for task in tasks {
-        let (number, id) = task.await.expect("a client");
-        ids[number].push(id);
-    }
-    for of_one_name in &ids {
-        assert_eq!(of_one_name[0], of_one_name[1], "two volumes of one name");
-    }
-    let mut volumes = 0;
-    for node in &mut cluster.nodes {
-        volumes += node.rig.client.volumes().await.expect("ListVolumes").len();
-    }
-    assert_eq!(volumes, NAMES + 1);
-    second.finish();
-    cluster.finish();
-}
-
 /// Calls for one name, `call(WHICH, ROUTER)`, are made at two routers at once: one wins, also later and at either router. Which one, and its object.
 async fn one_of_two_wins(
     call: &impl Fn(usize, usize) -> JoinHandle<csi_client::Result<String>>,

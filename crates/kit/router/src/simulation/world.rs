@@ -1,0 +1,217 @@
+//! All there is in a life, and what was promised in it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::DataDirKey;
+use parking_lot::Mutex;
+use tokio::time::{Instant, sleep};
+use tonic::Status;
+
+use super::disk::Disk;
+use super::network::Network;
+use super::node::Node;
+use super::orchestrator::{RouterProcess, Volumes};
+
+/// How long after a fault of a node a router may still take it to be away.
+const AFTERMATH: Duration = Duration::from_secs(30);
+
+pub struct Outcome {
+    /// Of all that was asked, answered and broken, and when.
+    pub trace: blake3::Hash,
+    pub counts: BTreeMap<&'static str, u64>,
+}
+
+/// Everything there is in a life.
+pub struct World {
+    pub network: Network,
+    /// Their host numbers come first.
+    pub routers: Mutex<Vec<Arc<RouterProcess>>>,
+    pub nodes: Vec<Arc<Node>>,
+    pub addresses: Vec<String>,
+    pub volumes: Volumes,
+    pub begun: Instant,
+    pub story: Mutex<Story>,
+}
+
+/// What was asked and promised.
+#[derive(Default)]
+pub struct Story {
+    pub trace: blake3::Hasher,
+    pub counts: BTreeMap<&'static str, u64>,
+    /// By id.
+    pub promised_volumes: BTreeMap<String, Promised>,
+    pub promised_snapshots: BTreeMap<String, Promised>,
+    /// Faults that each node has now, and when the last one ended.
+    pub troubled: Vec<(u32, Option<Instant>)>,
+    /// When a router forgot all it knew, the last time.
+    pub forgot: Option<Instant>,
+    /// When each name was first asked for.
+    pub asked: BTreeMap<String, Instant>,
+    /// Names of volumes that an older disk brought back.
+    pub revived: BTreeSet<String>,
+    pub is_well: bool,
+}
+
+#[derive(Clone)]
+pub struct Promised {
+    pub name: String,
+    pub content: u64,
+    pub is_being_deleted: bool,
+}
+
+impl World {
+    /// The node at an address, if it is reached.
+    pub fn at(&self, from: &Node, address: &str) -> Result<&Arc<Node>, Status> {
+        let host = self.network.host_at(address).expect("an address of a node");
+        match self.network.reaches(from.host, host) {
+            true => Ok(self.nodes.iter().find(|node| node.host == host).expect("a node")),
+            false => Err(Status::unavailable("the source's node is not reached")),
+        }
+    }
+
+    pub fn tell(&self, what: &str) {
+        let line = format!("{:>9.3} {what}\n", self.begun.elapsed().as_secs_f64());
+        if std::env::var_os("DELTAPATH_TELL").is_some() {
+            print!("{line}");
+        }
+        self.story.lock().trace.update(line.as_bytes());
+    }
+
+    pub fn count(&self, what: &'static str) {
+        self.count_more(what, 1);
+    }
+
+    pub fn count_more(&self, what: &'static str, more: u64) {
+        *self.story.lock().counts.entry(what).or_insert(0) += more;
+    }
+
+    /// One of three names, by the number of routers.
+    pub fn by_routers(&self, names: [&'static str; 3]) -> &'static str {
+        names[self.routers.lock().len() - 1]
+    }
+
+    pub fn node_of(&self, id: &str) -> usize {
+        let key = DataDirKey::of(id).expect("an id");
+        self.nodes.iter().position(|node| node.key == key).expect("a node")
+    }
+
+    /// Whether nothing has kept routers from this node since then, nor shortly before.
+    pub fn was_calm(&self, node: usize, since: Instant) -> bool {
+        match self.story.lock().troubled[node] {
+            (0, None) => true,
+            (0, Some(ended)) => ended + AFTERMATH < since,
+            _ => false,
+        }
+    }
+
+    pub async fn call<A: prost::Message + Default>(
+        &self,
+        random: &mut fastrand::Rng,
+        call: &str,
+        what: &str,
+        request: &impl prost::Message,
+    ) -> Result<A, Status> {
+        let router = random.choice(self.routers.lock().iter()).cloned().expect("a router");
+        let deadline = Duration::from_secs([3, 10, 60][random.usize(..3)]);
+        let answer = router.call(&format!("/csi.v1.Controller/{call}"), request, deadline).await;
+        self.count("calls");
+        match &answer {
+            Ok(_) => self.tell(&format!("{call} {what}: OK")),
+            Err(status) => self.tell(&format!("{call} {what}: {:?} {}", status.code(), status.message())),
+        }
+        answer
+    }
+
+    /// Whether no fault comes any more.
+    pub fn is_well(&self) -> bool {
+        self.story.lock().is_well
+    }
+
+    /// A node that is making something now, or any if none begins to.
+    pub async fn one_at_work(&self) -> usize {
+        for _ in 0..1000 {
+            if let Some(node) = self.nodes.iter().position(|node| node.is_at_work()) {
+                return node;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+        0
+    }
+
+    pub async fn wait_a_bit(&self, random: &mut fastrand::Rng, most: u64) {
+        sleep(Duration::from_millis(random.u64(..=most * 1000))).await;
+    }
+
+    /// Whether an object that was promised went with a disk.
+    pub fn is_gone(&self, id: &str) -> bool {
+        let story = self.story.lock();
+        !story.promised_volumes.contains_key(id) && !story.promised_snapshots.contains_key(id)
+    }
+
+    /// A node's disk is one of earlier: what was promised since is gone, and what was deleted is there again.
+    pub fn goes_back(&self, number: usize, disk: Disk) {
+        let key = self.nodes[number].key;
+        let mut story = self.story.lock();
+        let is_of = |id: &String| DataDirKey::of(id) == Some(key);
+        story.promised_volumes.retain(|id, _| !is_of(id) || disk.volumes.contains_key(id));
+        story.promised_snapshots.retain(|id, _| !is_of(id) || disk.snapshots.contains_key(id));
+        self.volumes.lock().retain(|_, id| !is_of(id) || disk.volumes.contains_key(id));
+        story.revived.extend(disk.names());
+        drop(story);
+        self.nodes[number].set_disk(disk);
+    }
+
+    /// What is on the disks when all is well again.
+    pub fn judge(&self) {
+        let mut by_name: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for node in &self.nodes {
+            for (id, volume) in node.disk().volumes {
+                by_name.entry(volume.name).or_default().push(id);
+            }
+        }
+        let counted = {
+            let story = self.story.lock();
+            for (id, promised) in &story.promised_volumes {
+                let ids = by_name.get(&promised.name);
+                assert!(
+                    ids.is_some_and(|ids| ids.contains(id)),
+                    "{} was promised as {id}, and is lost",
+                    promised.name
+                );
+            }
+            for (id, promised) in &story.promised_snapshots {
+                let disk = self.nodes[self.node_of(id)].disk();
+                let there = disk.snapshots.get(id);
+                assert!(
+                    there.is_some_and(|there| there.content == promised.content),
+                    "{} was promised as {id}, and is {there:?}",
+                    promised.name
+                );
+            }
+            let used = self.volumes.lock();
+            let mut left = Vec::new();
+            for (name, ids) in &by_name {
+                let unused: Vec<_> = ids.iter().filter(|id| used.get(name) != Some(*id)).collect();
+                if unused.is_empty() || story.revived.contains(name) {
+                    continue;
+                }
+                // docs/router.md: what a router knew of a second volume ends with its process, and without a PersistentVolume
+                // nobody knows which one is used.
+                let asked = story.asked[name];
+                let forgot = story.forgot.is_some_and(|forgot| asked < forgot);
+                let deleted =
+                    used.get(name).is_none() && story.troubled.iter().any(|(_, last)| *last > Some(asked));
+                assert!(forgot || deleted, "{name} is left over, as {unused:?}, beside {:?}", used.get(name));
+                left.push(if forgot {
+                    "left over after a router forgot"
+                } else {
+                    "left over after its claim"
+                });
+            }
+            left
+        };
+        counted.into_iter().for_each(|what| self.count(what));
+    }
+}
