@@ -185,16 +185,18 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
     loop {
         let (request, begun) = (request_of(world, &wish), Instant::now());
         let call = async |mut random| {
-            let call = world.call(&mut random, "CreateVolume", &wish.name, &request);
-            call.await as Result<proto::CreateVolumeResponse, Status>
+            let call =
+                world.call::<proto::CreateVolumeResponse>(&mut random, "CreateVolume", &wish.name, &request);
+            let id = call.await?.volume.expect("a volume").volume_id;
+            world.tell(&format!("{} is {id}", wish.name));
+            check(world, &wish, &id);
+            Ok::<_, Status>(id)
         };
         let mut answer = call(random.fork()).await;
         // For a while two sidecars may take themselves for the elected one.
         if random.u8(..4) == 0 {
             let (one, other) = tokio::join!(call(random.fork()), call(random.fork()));
             if let (Ok(one), Ok(other)) = (&one, &other) {
-                let [one, other] =
-                    [one, other].map(|made| &made.volume.as_ref().expect("a volume").volume_id);
                 let is_calm =
                     world.was_calm(world.node_of(one), begun) && world.was_calm(world.node_of(other), begun);
                 assert!(one == other || !is_calm, "{} is {one} and {other}", wish.name);
@@ -202,10 +204,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
             answer = answer.or(one).or(other);
         }
         match answer {
-            Ok(made) => {
-                let id = made.volume.expect("a volume").volume_id;
-                world.tell(&format!("{} is {id}", wish.name));
-                check(world, &wish, &id);
+            Ok(id) => {
                 // The sidecar is ended before it has noted the volume, and asks again.
                 if let Some(before) = before.replace(id.clone()).filter(|before| *before != id) {
                     world.count("made again while away");
