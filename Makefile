@@ -49,7 +49,7 @@ ifeq ($(CI),true)
 export CARGO_INCREMENTAL ?= 0
 endif
 
-.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-peers charts bench-core crash power-cuts transfer-kills soak order full-pools backup-lives backup-power conformance-many interleavings simulation fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
+.PHONY: help deps build demo test unit fmt lint check test-all test-times bench bench-peers charts bench-core crash power-cuts transfer-kills soak order full-pools backup-lives backup-power conformance-many interleavings simulation deny fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-example-image dist dist-push image-rootfs test-deps cluster-deps cluster-smoke cluster-test clients-test cluster-e2e book clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -144,6 +144,10 @@ conformance-many: deps ## cbt-lab conformance with a million changes between two
 interleavings: ## Locks, queue and stream memory under a model checker: SCHEDULES=100000 of each kind, of each protocol
 	DELTAPATH_SCHEDULES=$(SCHEDULES) $(CARGO) test --locked --lib --features interleavings -- interleavings:: --nocapture
 
+deny: ## Licences, sources and known faults of the dependencies (needs cargo-deny, and a network for the list of faults)
+	$(CARGO) deny --locked check
+
+simulation: LIVES = 10000
 simulation: ## LIVES=10000 simulated lives of routers and nodes: cuts, losses, kills, old disks; each seed replays exactly
 	DELTAPATH_LIVES=$(LIVES) $(CARGO) test --locked --package deltapath-router --bin deltapath-router -- simulation:: --nocapture
 

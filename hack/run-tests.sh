@@ -7,7 +7,7 @@
 #   run-tests.sh [--short] [FILTER]     JOBS=6 at once (3 for each core), LIMIT=900 seconds for each
 #
 # --short leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77) and, without
-# a FILTER, what takes long or tests what is seldom changed.
+# a FILTER, those of hack/long-tests.
 # The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times: seconds,
 # label, seconds of a processor.
 set -euo pipefail
@@ -25,9 +25,7 @@ for argument in "$@"; do
         *) filter=$argument ;;
     esac
 done
-# They take long, or test what is seldom changed; `make test-all` runs them.
-long='suites::a_cluster_conforms|points::a_failing_step|streams::a_thousand_stalled|crash::handover|conformance::(jobs|usage|ends)'
-long+='|transfer_holes::.*pools_[234]'
+long=$(grep -v '^#' hack/long-tests | grep . | paste -sd '|')
 jobs=${JOBS:-$((3 * $(nproc)))}
 export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes
 # Random tests make the same choices in each run, so that what fails is what was changed. Without it they make new ones.

@@ -68,6 +68,7 @@ impl Router {
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
         let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await?;
         work.is_any_silent |= !are_all;
+        let found = self.without_other_copies(name, found, requirement, work.deadline).await?;
         match &found[..] {
             [] => {}
             // Half a copy, of what will never be read, or where it is not wanted any more.
@@ -127,6 +128,26 @@ impl Router {
         let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
         let path = "/csi.v1.Controller/DeleteVolume";
         node.ask::<proto::DeleteVolumeResponse>(path, &request, deadline).await.map(drop)
+    }
+
+    /// Of a name that has a volume and copies that are still made, or more than one copy, the copies end that nobody asks for:
+    /// the volume is kept, or the first copy that the call allows. A node was away when the others were begun.
+    async fn without_other_copies(
+        &self,
+        name: &str,
+        mut found: Vec<(Arc<Node>, FindResponse)>,
+        requirement: Option<&proto::TopologyRequirement>,
+        deadline: Option<Instant>,
+    ) -> Result<Vec<(Arc<Node>, FindResponse)>, Status> {
+        // The same order for every call and router.
+        found.sort_by_key(|(node, found)| {
+            (found.in_progress, !placement::is_allowed(&node.topology, requirement), node.key)
+        });
+        while found.len() > 1 {
+            let Some((node, copy)) = found.pop_if(|(_, last)| last.in_progress) else { break };
+            self.abandon_on(&node, name, &copy, "", deadline).await?;
+        }
+        Ok(found)
     }
 
     /// Ends a copy for which no other call has come lately, or whose source is `gone` for good. A volume that it has become stays.

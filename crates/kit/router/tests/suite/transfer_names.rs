@@ -37,6 +37,38 @@ async fn a_copy_that_somebody_asks_for_is_ended_by_no_call_that_allows_another_n
     cluster.finish();
 }
 
+/// A claim waited for an hour, until the driver removed the older copy: that one's node had been away, and nobody alive knew of it
+/// when the other was begun.
+#[apply(device_test)]
+async fn of_two_copies_of_a_name_one_ends_and_the_other_becomes_the_volume() {
+    let mut cluster = Cluster::start(Dir, 3, &["--transfer-rate", "1Mi"]).await;
+    let (origin, ..) = written(&mut cluster, 12).await;
+    let snapshot =
+        cluster.client().create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
+    cluster.nodes[0].rig.detach(&origin).await;
+    let [first, second] = [1, 2].map(|node| on(&cluster, node, "one", from_snapshot(&snapshot)));
+    begun(&cluster, &first).await;
+    cluster.nodes[1].rig.kill();
+    // The choice of the node for the name is in their memory.
+    for node in [0, 2] {
+        cluster.nodes[node].rig.kill();
+        cluster.nodes[node].rig.start_again().await;
+    }
+    let others = [cluster.nodes[0].address.clone(), cluster.nodes[2].address.clone()];
+    let fresh = cluster.another("fresh", &others, &[], 2).await;
+    let error = fresh.client.clone().create_volume(second.clone()).await.expect_err("it is copied");
+    assert_eq!(error.code(), Code::Aborted, "{error}");
+    fresh.finish();
+    cluster.nodes[1].rig.start_again().await;
+    cluster.router().sees(3).await;
+    assert!(!staging(&cluster, 1).is_empty() && !staging(&cluster, 2).is_empty(), "two copies");
+    let mut client = cluster.client();
+    let made = patiently!(client.create_volume(second.clone())).expect("CreateVolume").volume_id;
+    assert_eq!(cluster.node_of(&made), 2);
+    nothing_is_left(&cluster).await;
+    cluster.finish();
+}
+
 /// The volume may be whole by the time that its copy is ended.
 #[apply(device_test)]
 async fn what_ends_a_copy_ends_no_volume() {
