@@ -235,7 +235,7 @@ async fn many(nodes: usize) {
         client.create_volume(request).await.expect("a volume");
         created.push(begun.elapsed());
     }
-    // Every volume in pages of the longest kind too: the most that it holds at once.
+    // The longest page: the most that it holds at once.
     let all = client.list_volumes(ListVolumesRequest::default()).await.expect("a page").into_inner();
     assert_eq!(all.entries.len(), 5000);
     let returned = simulated.last_returns().await;

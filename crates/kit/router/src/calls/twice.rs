@@ -192,8 +192,14 @@ impl Router {
                 // It is asked for all of them when it answers again.
                 let Ok(found) = found else { continue 'nodes };
                 let Some(other) = found else { continue };
-                // A copy on its way ends by itself where no call asks for it.
-                if other.id != *id && !other.in_progress {
+                if other.in_progress {
+                    // Nobody needs it, since the volume is there. One that a call asks for is looked at again.
+                    match self.abandon_on(node, name, &other, "", until).await {
+                        Ok(()) => continue,
+                        Err(_) => continue 'nodes,
+                    }
+                }
+                if other.id != *id {
                     counter!("deltapath_router_volumes_made_twice_total").increment(1);
                     let now = Instant::now();
                     let ids = [id.clone(), other.id];

@@ -68,7 +68,7 @@ impl Router {
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
         let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await?;
         work.is_any_silent |= !are_all;
-        let found = self.without_other_copies(name, found, requirement, work.deadline).await?;
+        self.end_other_copies(name, &found, requirement, work.deadline).await?;
         match &found[..] {
             [] => {}
             // Half a copy, of what will never be read, or where it is not wanted any more.
@@ -130,28 +130,37 @@ impl Router {
         node.ask::<proto::DeleteVolumeResponse>(path, &request, deadline).await.map(drop)
     }
 
-    /// Of a name that has a volume and copies that are still made, or more than one copy, the copies end that nobody asks for:
-    /// the volume is kept, or the first copy that the call allows. A node was away when the others were begun.
-    async fn without_other_copies(
+    /// If a name has a volume and copies, or several copies, ends those that no call has asked for lately, and fails: the next
+    /// call finds one. Their nodes were away when the others were begun. Which copy is kept does not depend on the call. A call
+    /// that does not allow the volume ends nothing, since it can get nothing.
+    async fn end_other_copies(
         &self,
         name: &str,
-        mut found: Vec<(Arc<Node>, FindResponse)>,
+        found: &[(Arc<Node>, FindResponse)],
         requirement: Option<&proto::TopologyRequirement>,
         deadline: Option<Instant>,
-    ) -> Result<Vec<(Arc<Node>, FindResponse)>, Status> {
-        // The same order for every call and router.
-        found.sort_by_key(|(node, found)| {
-            (found.in_progress, !placement::is_allowed(&node.topology, requirement), node.key)
-        });
-        while found.len() > 1 {
-            let Some((node, copy)) = found.pop_if(|(_, last)| last.in_progress) else { break };
-            self.abandon_on(&node, name, &copy, "", deadline).await?;
+    ) -> Result<(), Status> {
+        let (copies, volumes): (Vec<_>, Vec<_>) = found.iter().partition(|(_, found)| found.in_progress);
+        let (kept, others) = match &volumes[..] {
+            [] => {
+                let kept = copies.iter().min_by_key(|(node, _)| node.key);
+                let Some((kept, _)) = kept.filter(|_| copies.len() > 1) else { return Ok(()) };
+                (kept, copies.into_iter().filter(|(node, _)| node.key != kept.key).collect())
+            }
+            [(kept, volume)] if !placement::is_allowed(&kept.topology, requirement) => {
+                return Err(left_out(name, kept, volume));
+            }
+            [(kept, _)] if !copies.is_empty() => (kept, copies),
+            _ => return Ok(()),
+        };
+        for (node, copy) in others {
+            self.abandon_on(node, name, copy, "", deadline).await?;
         }
-        Ok(found)
+        Err(in_work(name, &kept.name))
     }
 
     /// Ends a copy for which no other call has come lately, or whose source is `gone` for good. A volume that it has become stays.
-    async fn abandon_on(
+    pub(super) async fn abandon_on(
         &self,
         node: &Arc<Node>,
         name: &str,
@@ -214,9 +223,11 @@ impl Router {
         };
         let from = match away {
             Ok(from) => from,
-            // Without its source's node it can still be found. The node itself knows no more than that the source is elsewhere.
+            // Without its source's node it can still be found. The node itself does not have the source.
             Err(status) => match work.ask(node).await {
-                Err(refused) if refused.code() == Code::ResourceExhausted => return Err(status),
+                Err(refused) if matches!(refused.code(), Code::ResourceExhausted | Code::NotFound) => {
+                    return Err(status);
+                }
                 answer => return answer,
             },
         };

@@ -1,6 +1,6 @@
 //! What is on the disk of a node of the simulation.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use base::DataDirKey;
 use proto::volume_content_source::{SnapshotSource, Type, VolumeSource};
@@ -56,11 +56,14 @@ impl Disk {
         named.map(|(id, _)| id.clone()).collect()
     }
 
-    pub fn names(&self) -> impl Iterator<Item = String> {
-        self.volumes
-            .values()
-            .chain(self.copies.values().map(|copy| &copy.volume))
-            .map(|volume| volume.name.clone())
+    /// Of volumes, copies and snapshots.
+    pub fn ids(&self) -> BTreeSet<String> {
+        self.volumes.keys().chain(self.copies.keys()).chain(self.snapshots.keys()).cloned().collect()
+    }
+
+    pub fn name_of(&self, id: &str) -> Option<&str> {
+        let volume = self.volumes.get(id).or_else(|| Some(&self.copies.get(id)?.volume));
+        volume.map(|volume| volume.name.as_str())
     }
 
     pub fn provisioned(&self) -> u64 {
@@ -68,10 +71,8 @@ impl Disk {
         volumes.map(|volume| volume.bytes as u64).sum()
     }
 
-    /// Its id; the flag says that it is being copied.
-    pub fn volume_named(&self, name: &str) -> Option<(String, bool)> {
-        let (id, _) = self.volumes.iter().find(|(_, volume)| volume.name == name)?;
-        Some((id.clone(), false))
+    pub fn volume_named(&self, name: &str) -> Option<String> {
+        self.volumes.iter().find(|(_, volume)| volume.name == name).map(|(id, _)| id.clone())
     }
 
     pub fn copy_named(&self, name: &str) -> Option<String> {
@@ -82,13 +83,14 @@ impl Disk {
         self.snapshots.iter().find(|(_, snapshot)| snapshot.name == name).map(|(id, _)| id.clone())
     }
 
-    pub fn content(&self, source: &Type, key: DataDirKey) -> Result<u64, Status> {
+    /// What a source holds. Of one that is elsewhere, a driver says so only to calls that have requisite topologies.
+    pub fn content(&self, source: &Type, key: DataDirKey, has_requisite: bool) -> Result<u64, Status> {
         let id = id_of(source);
         let found = match source {
             Type::Snapshot(_) => self.snapshots.get(id).map(|snapshot| snapshot.content),
             Type::Volume(_) => self.volumes.get(id).map(|volume| volume.content),
         };
-        found.ok_or_else(|| match DataDirKey::of(id) == Some(key) {
+        found.ok_or_else(|| match DataDirKey::of(id) == Some(key) || !has_requisite {
             true => Status::not_found("no such source"),
             false => Status::resource_exhausted("the source is on another node"),
         })

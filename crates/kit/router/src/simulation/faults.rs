@@ -56,7 +56,7 @@ pub async fn break_things(world: Arc<World>, how_long: Duration, mut random: fas
         let fault = FAULTS[random.usize(..FAULTS.len())];
         let node = match random.bool() {
             true => random.usize(..world.nodes.len()),
-            false => world.one_at_work().await,
+            false => world.one_at_work(&mut random).await,
         };
         // One that has a fault has enough.
         if world.story.lock().troubled[node].0 > 0 {

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -11,6 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tonic::{Code, Status};
 
+use super::disk::Disk;
 use super::faults::break_things;
 use super::network::Network;
 use super::node::{Node, POOL};
@@ -24,6 +26,7 @@ const BAD_TIMES: u64 = 120;
 const SETTLED: Duration = Duration::from_secs(1800);
 /// How long a router needs to find what exists twice, and delete it.
 const FOUND: Duration = Duration::from_secs(45);
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// What a sidecar wants of a volume.
 #[derive(Clone)]
@@ -61,6 +64,7 @@ pub async fn live(seed: u64) -> Outcome {
         addresses,
         volumes,
         nodes,
+        has_failed: Arc::default(),
     });
     world.nodes.iter().for_each(|node| node.start(&world));
     let mut tasks = JoinSet::new();
@@ -91,7 +95,9 @@ pub async fn live(seed: u64) -> Outcome {
         () = all_else => {}
         () = lists => unreachable!("it has no end"),
     }
+    list_at_the_end(&world).await;
     world.judge();
+    assert!(!world.has_failed.load(Ordering::Relaxed), "the model of a node has panicked");
     world.routers.lock().iter().for_each(|router| router.end());
     let story = std::mem::take(&mut *world.story.lock());
     Outcome { trace: story.trace.finalize(), counts: story.counts }
@@ -183,34 +189,37 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
     world.story.lock().asked.entry(wish.name.clone()).or_insert_with(Instant::now);
     let (mut pause, mut before) = (1, None);
     loop {
-        let (request, begun) = (request_of(world, &wish), Instant::now());
-        let call = async |mut random| {
+        let begun = Instant::now();
+        let call = async |mut random, wish: &Wish| {
+            let request = request_of(world, wish);
             let call =
                 world.call::<proto::CreateVolumeResponse>(&mut random, "CreateVolume", &wish.name, &request);
             let id = call.await?.volume.expect("a volume").volume_id;
             world.tell(&format!("{} is {id}", wish.name));
-            check(world, &wish, &id);
+            check(world, wish, &id);
             Ok::<_, Status>(id)
         };
-        let mut answer = call(random.fork()).await;
-        // For a while two sidecars may take themselves for the elected one.
+        let mut answer = call(random.fork(), &wish).await;
+        // For a while two sidecars may take themselves for the elected one. The pod may be scheduled anew in between.
         if random.u8(..4) == 0 {
-            let (one, other) = tokio::join!(call(random.fork()), call(random.fork()));
-            if let (Ok(one), Ok(other)) = (&one, &other) {
-                let is_calm =
-                    world.was_calm(world.node_of(one), begun) && world.was_calm(world.node_of(other), begun);
-                assert!(one == other || !is_calm, "{} is {one} and {other}", wish.name);
+            let mut anew = wish.clone();
+            if random.bool() {
+                anew.places = random.choose_multiple(0..world.nodes.len(), 2);
             }
-            answer = answer.or(one).or(other);
+            let (one, other) = tokio::join!(call(random.fork(), &wish), call(random.fork(), &anew));
+            let ids: Vec<&String> = [&answer, &one, &other].into_iter().flatten().collect();
+            let is_same = ids.windows(2).all(|ids| ids[0] == ids[1]);
+            let was_calm =
+                ids.iter().all(|id| world.was_calm(world.node_of(id), begun) && !world.is_gone(id));
+            assert!(is_same || !was_calm, "{} is {ids:?}", wish.name);
+            answer = answer.or(one);
         }
         match answer {
             Ok(id) => {
                 // The sidecar is ended before it has noted the volume, and asks again.
                 if let Some(before) = before.replace(id.clone()).filter(|before| *before != id) {
                     world.count("made again while away");
-                    let node = world.node_of(&before);
-                    let was_there = world.nodes[node].disk().volumes.contains_key(&before);
-                    let was_calm = was_there && world.was_calm(node, begun);
+                    let was_calm = world.was_calm(world.node_of(&before), begun) && !world.is_gone(&before);
                     assert!(!was_calm, "{} was {before}, and now it is {id}", wish.name);
                 } else if random.u8(..4) == 0 {
                     continue;
@@ -235,9 +244,11 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
             }
             // It was made where an earlier try allowed it.
             Err(status) if status.code() == Code::AlreadyExists && !wish.places.is_empty() => {
+                assert!(status.message().contains("requisite topologies leave out"), "{status}");
                 wish.places.clear();
             }
             Err(status) if status.code() == Code::FailedPrecondition => {
+                assert!(status.message().contains("exists twice"), "{status}");
                 world.count(world.by_routers(["twice, 1 router", "twice, 2 routers", "twice, 3 routers"]));
                 delete_doubles(world, random, &wish.name).await;
                 before = None;
@@ -270,7 +281,10 @@ fn check(world: &World, wish: &Wish, id: &str) {
 
 /// A PersistentVolume has it from now on.
 fn promise(world: &World, wish: &Wish, id: &str) {
-    let Some(volume) = world.nodes[world.node_of(id)].disk().volumes.remove(id) else { return };
+    let Some(volume) = world.nodes[world.node_of(id)].disk().volumes.remove(id) else {
+        assert!(world.is_gone(id), "{} was answered as {id}, and is not there", wish.name);
+        return;
+    };
     let promised = Promised { name: volume.name, content: volume.content, is_being_deleted: false };
     world.story.lock().promised_volumes.insert(id.to_owned(), promised);
     world.volumes.lock().insert(wish.name.clone(), id.to_owned());
@@ -282,6 +296,7 @@ async fn delete_doubles(world: &World, random: &mut fastrand::Rng, name: &str) {
     let ids: Vec<String> = world.nodes.iter().flat_map(|node| node.disk().ids_named(name)).collect();
     let kept = used.or_else(|| ids.first().cloned());
     for id in ids.iter().filter(|id| Some(*id) != kept.as_ref()) {
+        world.story.lock().dropped.insert(id.clone());
         let request = proto::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() };
         let _ = world.call::<proto::DeleteVolumeResponse>(random, "DeleteVolume", id, &request).await;
     }
@@ -342,7 +357,11 @@ async fn delete_snapshot(world: &World, random: &mut fastrand::Rng, id: &str) {
         assert!(is_not_final(&status), "{id}: {status}");
         world.wait_a_bit(random, 5).await;
     }
-    world.story.lock().promised_snapshots.remove(id);
+    let disk = world.nodes[world.node_of(id)].disk();
+    assert!(!disk.snapshots.contains_key(id), "{id} is said to be deleted, and is there");
+    let mut story = world.story.lock();
+    story.promised_snapshots.remove(id);
+    story.deleted.insert(id.to_owned());
 }
 
 async fn delete_volume(world: &World, random: &mut fastrand::Rng, name: &str, id: &str) {
@@ -356,7 +375,11 @@ async fn delete_volume(world: &World, random: &mut fastrand::Rng, name: &str, id
         assert!(is_not_final(&status), "{id}: {status}");
         world.wait_a_bit(random, 5).await;
     }
-    world.story.lock().promised_volumes.remove(id);
+    let disk = world.nodes[world.node_of(id)].disk();
+    assert!(!disk.volumes.contains_key(id), "{id} is said to be deleted, and is there");
+    let mut story = world.story.lock();
+    story.promised_volumes.remove(id);
+    story.deleted.insert(id.to_owned());
     world.volumes.lock().remove(name);
 }
 
@@ -379,8 +402,8 @@ async fn list(world: &World, mut random: fastrand::Rng) {
             let ids = page.entries.into_iter().map(|entry| entry.snapshot.expect("a snapshot").snapshot_id);
             Ok((ids.collect(), page.next_token))
         });
-        if let Ok(listed) = listed.await {
-            world.count("lists");
+        if let Some(listed) = unless_refused(listed.await) {
+            world.count("lists of snapshots");
             for id in before.keys() {
                 let kept = world.story.lock().promised_snapshots.get(id).cloned();
                 let is_missing = kept.is_some_and(|kept| !kept.is_being_deleted) && !listed.contains(id);
@@ -395,8 +418,8 @@ async fn list(world: &World, mut random: fastrand::Rng) {
             let ids = page.entries.into_iter().map(|entry| entry.volume.expect("a volume").volume_id);
             Ok((ids.collect(), page.next_token))
         });
-        if let Ok(listed) = listed.await {
-            world.count("lists");
+        if let Some(listed) = unless_refused(listed.await) {
+            world.count("lists of volumes");
             for id in before.keys() {
                 let kept = world.story.lock().promised_volumes.get(id).cloned();
                 let is_missing = kept.is_some_and(|kept| !kept.is_being_deleted) && !listed.contains(id);
@@ -404,6 +427,30 @@ async fn list(world: &World, mut random: fastrand::Rng) {
                 assert!(!is_missing || !was_there, "{id} is not in a list of volumes: {listed:?}");
             }
         }
+    }
+}
+
+fn unless_refused<T>(listed: Result<T, Status>) -> Option<T> {
+    if let Err(status) = &listed {
+        assert!(is_not_final(status), "{status}");
+    }
+    listed.ok()
+}
+
+/// When all is well again, each router lists what is on the disks.
+async fn list_at_the_end(world: &World) {
+    let routers = world.routers.lock().clone();
+    for router in routers {
+        let (volumes, snapshots) =
+            (proto::ListVolumesRequest::default(), proto::ListSnapshotsRequest::default());
+        let volumes = router.call("/csi.v1.Controller/ListVolumes", &volumes, MINUTE).await;
+        let volumes: proto::ListVolumesResponse = volumes.expect("a list");
+        let snapshots = router.call("/csi.v1.Controller/ListSnapshots", &snapshots, MINUTE).await;
+        let snapshots: proto::ListSnapshotsResponse = snapshots.expect("a list");
+        let disks: Vec<_> = world.nodes.iter().map(|node| node.disk()).collect();
+        let of_disks = |count: fn(&Disk) -> usize| disks.iter().map(count).sum::<usize>();
+        assert_eq!(volumes.entries.len(), of_disks(|disk| disk.volumes.len()));
+        assert_eq!(snapshots.entries.len(), of_disks(|disk| disk.snapshots.len()));
     }
 }
 

@@ -1,5 +1,5 @@
 //! The network of the simulation: hosts, connections between them whose bytes take time, and what can happen to both. Like TCP it
-//! loses no bytes: what a link drops comes later, and what a host without power is sent comes never.
+//! loses no bytes: what a link drops comes later, and what is sent to a host without power never arrives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

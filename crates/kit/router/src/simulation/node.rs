@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use base::{Choices, DataDirKey};
@@ -87,7 +88,8 @@ impl Node {
     }
 
     pub fn is_at_work(&self) -> bool {
-        !self.state.lock().process.making.is_empty()
+        let process = &self.state.lock().process;
+        !process.making.is_empty() || !process.copying.is_empty()
     }
 
     pub fn slow(&self, slowness: Duration) {
@@ -133,6 +135,7 @@ impl Node {
         let number = self.state.lock().process.number;
         let answers = move |path: String, message| {
             let (node, world) = (node.clone(), world.clone());
+            let has_failed = world.has_failed.clone();
             // What is begun goes on when its caller is gone.
             let work = tokio::spawn(async move {
                 node.work(number).await;
@@ -140,7 +143,12 @@ impl Node {
                 node.work(number).await;
                 Ok(vec![frame_bytes(&answer?)])
             });
-            async move { work.await.expect("a call") }
+            async move {
+                work.await.unwrap_or_else(|error| {
+                    has_failed.store(true, Ordering::Relaxed);
+                    panic!("{error}");
+                })
+            }
         };
         tokio::spawn(serve_on(UnboundedReceiverStream::new(connections), answers));
     }
@@ -229,10 +237,10 @@ impl Node {
     fn find(&self, asked: &FindRequest) -> Result<Bytes, Status> {
         let state = self.state.lock();
         let found = match asked.kind() {
-            Kind::Volume => state.disk.volume_named(&asked.name).or_else(|| {
-                let (id, _) = state.disk.copies.iter().find(|(_, copy)| copy.volume.name == asked.name)?;
-                Some((id.clone(), true))
-            }),
+            Kind::Volume => {
+                let copy = || Some((state.disk.copy_named(&asked.name)?, true));
+                state.disk.volume_named(&asked.name).map(|id| (id, false)).or_else(copy)
+            }
             Kind::Snapshot => state.disk.snapshot_named(&asked.name).map(|id| (id, false)),
             kind => return Err(Status::unimplemented(kind.as_str_name())),
         };
@@ -281,7 +289,7 @@ impl Node {
         request: &proto::CreateVolumeRequest,
     ) -> Result<Option<proto::CreateVolumeResponse>, Status> {
         let state = self.state.lock();
-        let Some((id, _)) = state.disk.volume_named(&request.name) else { return Ok(None) };
+        let Some(id) = state.disk.volume_named(&request.name) else { return Ok(None) };
         let volume = &state.disk.volumes[&id];
         is_same(volume, request)?;
         Ok(Some(self.created(&id, volume)))
@@ -310,7 +318,11 @@ impl Node {
             let source = request.volume_content_source.clone().and_then(|source| source.r#type);
             let content = match &source {
                 None => state.random.u64(..),
-                Some(source) => state.disk.content(source, self.key)?,
+                Some(source) => {
+                    let requisite =
+                        request.accessibility_requirements.as_ref().map(|asked| asked.requisite.len());
+                    state.disk.content(source, self.key, requisite > Some(0))?
+                }
             };
             let making = &mut state.process.making;
             if !making.insert((Kind::Volume.into(), name.clone())) {
@@ -376,7 +388,11 @@ impl Node {
             Some(id) => id,
             None => {
                 let from = world.at(self, &asked.address)?;
-                let content = from.state.lock().disk.content(source.as_ref().expect("a source"), from.key)?;
+                if from.key.to_string() != asked.key {
+                    return Err(Status::unavailable("another node is at the source's address"));
+                }
+                let content =
+                    from.state.lock().disk.content(source.as_ref().expect("a source"), from.key, true)?;
                 let mut state = self.state.lock();
                 let bytes = request.capacity_range.map_or(0, |range| range.required_bytes);
                 if state.disk.provisioned() + bytes as u64 > POOL {
@@ -407,10 +423,11 @@ impl Node {
             sleep(Duration::from_millis(900)).await;
             self.work(number).await;
             let Some(copy) = self.state.lock().disk.copies.get(&id).cloned() else { break };
-            let from = world.at(&self, &address).ok();
+            let source_key = DataDirKey::of(&copy.source_id);
+            let from = world.at(&self, &address).ok().filter(|from| Some(from.key) == source_key);
             let content = from.map(|from| {
                 let source = copy.volume.source.as_ref().expect("a source");
-                from.state.lock().disk.content(source, from.key)
+                from.state.lock().disk.content(source, from.key, true)
             });
             let state = &mut *self.state.lock();
             match content {

@@ -31,7 +31,7 @@ use crate::service::Controller;
 
 /// --node-timeout.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// By how much a call may outlive its deadline: nothing that costs no time takes any.
+/// By how much a call may outlive its deadline. Code takes no simulated time.
 const LATE: Duration = Duration::from_millis(10);
 
 /// Which volume each claim has, by the claim's name.
@@ -58,6 +58,10 @@ impl RouterProcess {
 
     /// As `kill -9` does.
     pub fn end(&self) {
+        assert!(
+            !self.finds_twice.is_finished() || self.ended.is_cancelled(),
+            "a task of the router has ended"
+        );
         self.ended.cancel();
         self.finds_twice.abort();
         // Ends the tasks that follow the nodes.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use base::DataDirKey;
@@ -31,6 +32,8 @@ pub struct World {
     pub nodes: Vec<Arc<Node>>,
     pub addresses: Vec<String>,
     pub volumes: Volumes,
+    /// A call of a node's model has panicked.
+    pub has_failed: Arc<AtomicBool>,
     pub begun: Instant,
     pub story: Mutex<Story>,
 }
@@ -49,8 +52,12 @@ pub struct Story {
     pub forgot: Option<Instant>,
     /// When each name was first asked for.
     pub asked: BTreeMap<String, Instant>,
-    /// Names of volumes that an older disk brought back.
+    /// Ids and names of volumes that an older disk brought back.
     pub revived: BTreeSet<String>,
+    /// Ids that went with a disk, or that an operator has deleted.
+    pub dropped: BTreeSet<String>,
+    /// Ids whose deletion was answered.
+    pub deleted: BTreeSet<String>,
     pub is_well: bool,
 }
 
@@ -130,24 +137,24 @@ impl World {
     }
 
     /// A node that is making something now, or any if none begins to.
-    pub async fn one_at_work(&self) -> usize {
+    pub async fn one_at_work(&self, random: &mut fastrand::Rng) -> usize {
         for _ in 0..1000 {
-            if let Some(node) = self.nodes.iter().position(|node| node.is_at_work()) {
+            let at_work = (0..self.nodes.len()).filter(|node| self.nodes[*node].is_at_work());
+            if let Some(node) = random.choice(at_work.collect::<Vec<_>>()) {
                 return node;
             }
             sleep(Duration::from_millis(5)).await;
         }
-        0
+        random.usize(..self.nodes.len())
     }
 
     pub async fn wait_a_bit(&self, random: &mut fastrand::Rng, most: u64) {
         sleep(Duration::from_millis(random.u64(..=most * 1000))).await;
     }
 
-    /// Whether an object that was promised went with a disk.
+    /// Whether an object went with a disk.
     pub fn is_gone(&self, id: &str) -> bool {
-        let story = self.story.lock();
-        !story.promised_volumes.contains_key(id) && !story.promised_snapshots.contains_key(id)
+        self.story.lock().dropped.contains(id)
     }
 
     /// A node's disk is one of earlier: what was promised since is gone, and what was deleted is there again.
@@ -158,7 +165,13 @@ impl World {
         story.promised_volumes.retain(|id, _| !is_of(id) || disk.volumes.contains_key(id));
         story.promised_snapshots.retain(|id, _| !is_of(id) || disk.snapshots.contains_key(id));
         self.volumes.lock().retain(|_, id| !is_of(id) || disk.volumes.contains_key(id));
-        story.revived.extend(disk.names());
+        let newest = self.nodes[number].disk();
+        story.dropped.extend(newest.ids().difference(&disk.ids()).cloned());
+        for id in disk.ids().difference(&newest.ids()) {
+            story.dropped.remove(id);
+            story.revived.insert(id.clone());
+            story.revived.extend(disk.name_of(id).map(str::to_owned));
+        }
         drop(story);
         self.nodes[number].set_disk(disk);
     }
@@ -174,11 +187,18 @@ impl World {
         let counted = {
             let story = self.story.lock();
             for (id, promised) in &story.promised_volumes {
-                let ids = by_name.get(&promised.name);
+                let disk = self.nodes[self.node_of(id)].disk();
+                let there = disk.volumes.get(id);
                 assert!(
-                    ids.is_some_and(|ids| ids.contains(id)),
-                    "{} was promised as {id}, and is lost",
+                    there.is_some_and(|there| there.content == promised.content),
+                    "{} was promised as {id}, and is {there:?}",
                     promised.name
+                );
+            }
+            for id in story.deleted.difference(&story.revived) {
+                assert!(
+                    !self.nodes[self.node_of(id)].disk().ids().contains(id),
+                    "{id} is deleted, and there"
                 );
             }
             for (id, promised) in &story.promised_snapshots {
