@@ -417,7 +417,8 @@ impl Nodes {
 
     pub fn away(&self) -> Vec<Missing> {
         let table = self.table.lock();
-        let mut there: BTreeSet<DataDirKey> = BTreeSet::new();
+        let used = table.by_address.values().filter_map(Entry::used);
+        let there: BTreeSet<DataDirKey> = used.map(|(node, _)| node.key).collect();
         let mut away = Vec::new();
         let silent = |name: &str, why: &str, node: Option<&Arc<Node>>| Missing {
             name: name.to_owned(),
@@ -430,17 +431,21 @@ impl Nodes {
                     let why = format!("which is not used, since {why}");
                     away.push(Missing { name: node.name.clone(), why, node: None });
                 }
-                (State::Up(node, _), _) => drop(there.insert(node.key)),
+                (State::Up(..), _) => {}
                 (State::Away(Some(node), _), _) if table.forgotten.contains(&node.key) => {}
+                // Another node may be there by now, which has never answered.
+                (State::Away(Some(node), why), _) if there.contains(&node.key) => {
+                    let why = format!("{why} (node {} is at another address now)", node.name);
+                    away.push(silent(address, &why, None));
+                }
                 (State::Away(Some(node), why), _) => away.push(silent(&node.name, why, Some(node))),
                 (State::Away(None, why), _) => away.push(silent(address, why, None)),
                 (State::New, _) => away.push(silent(address, "it has not been asked yet", None)),
             }
         }
         let why = "its address is no longer in the list of nodes";
-        away.extend(table.missed().map(|node| silent(&node.name, why, Some(node))));
-        // A pod that came back at another address is there.
-        away.retain(|missing| missing.node.as_ref().is_none_or(|node| !there.contains(&node.key)));
+        let missed = table.missed().filter(|node| !there.contains(&node.key));
+        away.extend(missed.map(|node| silent(&node.name, why, Some(node))));
         away
     }
 

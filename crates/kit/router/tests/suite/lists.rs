@@ -7,7 +7,7 @@ use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use testkit::PoolKind;
 use tonic::Code;
 
-use testkit::cluster::Cluster;
+use testkit::cluster::{Cluster, eventually};
 
 async fn volumes(client: &mut Client, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };
@@ -103,5 +103,28 @@ async fn a_token_outlives_the_node_that_it_is_of() {
     assert_eq!(volumes(&mut client, 0, &behind).await, ([&ids[1][..], &ids[2][..]].concat(), String::new()));
     cluster.nodes[0].rig.start_again().await;
     cluster.router().sees(3).await;
+    cluster.finish();
+}
+
+/// Another node may have the address by now, and may not have been seen yet: its snapshots would be missing.
+#[apply(device_test)]
+async fn a_list_of_snapshots_waits_for_the_former_address_of_a_node_that_has_moved() {
+    let mut cluster = Cluster::start(PoolKind::Dir, 1, &[]).await;
+    let (former, port) = (cluster.nodes[0].address.clone(), testkit::free_port());
+    let endpoints = [former.clone(), format!("127.0.0.1:{port}")];
+    let fresh = cluster.another("fresh", &endpoints, &[], 1).await;
+    cluster.nodes[0].rig.terminate();
+    cluster.nodes[0].start_again_with(&[&format!("--router-listen=127.0.0.1:{port}")]).await;
+    let mut client = fresh.client.clone();
+    let moved = format!("{former}, which does not answer");
+    eventually("its former address is missed", async || {
+        fresh.sees(1).await;
+        let listed = client.snapshots().await;
+        let status = listed.expect_err("what is at the former address is not known").status;
+        assert_eq!(status.code(), Code::Unavailable, "{status}");
+        status.message().contains(&moved) && status.message().contains("at another address now")
+    })
+    .await;
+    fresh.finish();
     cluster.finish();
 }
