@@ -59,7 +59,7 @@ pub async fn break_things(world: Arc<World>, how_long: Duration, mut random: fas
             false => world.one_at_work(&mut random).await,
         };
         // One that has a fault has enough.
-        if world.story.lock().troubled[node].0 > 0 {
+        if !world.story.lock().struck.insert(node) {
             continue;
         }
         old.lock().entry(node).or_insert_with(|| world.nodes[node].disk());
@@ -158,8 +158,11 @@ async fn strike(
             network.freeze(router, false);
         }
     }
-    for (now, last) in &mut world.story.lock().troubled[troubled] {
+    let mut story = world.story.lock();
+    story.struck.remove(&number);
+    for (now, last) in &mut story.troubled[troubled] {
         (*now, *last) = (*now - 1, Some(Instant::now()));
     }
+    drop(story);
     world.tell(&format!("{fault:?} {number} is over"));
 }

@@ -104,7 +104,15 @@ fn nothing_is_lost_doubled_or_late_in_random_lives() {
     let counts = play_many(seed, lives);
     println!("{lives} lives from seed {seed} in {:.1} s: {counts:?}", begun.elapsed().as_secs_f64());
     // About every life has some of each.
-    for what in ["volumes", "snapshots", "restores", "lists of volumes", "lists of snapshots", "faults"] {
+    for what in [
+        "volumes",
+        "snapshots",
+        "restores",
+        "lists of volumes",
+        "lists of snapshots",
+        "faults",
+        "looked at in calm",
+    ] {
         assert!(counts.get(what).is_some_and(|count| *count >= lives), "{what}: {counts:?}");
     }
 }

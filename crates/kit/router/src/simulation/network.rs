@@ -2,14 +2,16 @@
 //! loses no bytes: what a link drops comes later, and what is sent to a host without power never arrives.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split};
 use tokio::sync::{Notify, mpsc};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use crate::node::{Dial, Dialling, Wire};
@@ -40,6 +42,8 @@ struct Host {
     /// Nothing goes in or out: no power, or a frozen process, whose kernel still takes connections.
     is_silent: bool,
     is_frozen: bool,
+    /// When it was frozen last, to the end of it.
+    thawed: Option<Instant>,
     is_lossy: bool,
     listener: Option<mpsc::UnboundedSender<DuplexStream>>,
     /// Ends its connections.
@@ -111,7 +115,10 @@ impl Network {
     }
 
     pub fn freeze(&self, host: HostId, is_frozen: bool) {
-        self.change(|state| state.hosts[host].is_frozen = is_frozen);
+        self.change(|state| {
+            state.hosts[host].is_frozen = is_frozen;
+            state.hosts[host].thawed = Some(Instant::now()).filter(|_| !is_frozen);
+        });
     }
 
     pub fn lose(&self, host: HostId, is_lossy: bool) {
@@ -145,6 +152,28 @@ impl Network {
         if is_on {
             self.reset(host, true);
         }
+    }
+
+    /// Does the work of a host, and stops where it is frozen.
+    pub async fn unless_frozen<T>(&self, host: HostId, work: impl Future<Output = T>) -> T {
+        let (mut work, mut thawed) = (pin!(work), None);
+        poll_fn(|context| {
+            while self.state.lock().hosts[host].is_frozen {
+                let network = self.clone();
+                let thawed =
+                    thawed.get_or_insert_with(|| Box::pin(async move { network.thawed(host).await }));
+                std::task::ready!(thawed.as_mut().poll(context));
+            }
+            thawed = None;
+            work.as_mut().poll(context)
+        })
+        .await
+    }
+
+    /// Whether it is frozen, or was at a time since then.
+    pub fn was_frozen(&self, host: HostId, since: Instant) -> bool {
+        let host = &self.state.lock().hosts[host];
+        host.is_frozen || host.thawed > Some(since)
     }
 
     pub async fn thawed(&self, host: HostId) {

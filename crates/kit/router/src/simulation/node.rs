@@ -1,7 +1,7 @@
 //! A node of the simulation: what its driver answers to routers, with a disk that outlives its process. The choices of nodes for
 //! names are the driver's own (`base::Choices`); the rest is a model of it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -43,8 +43,8 @@ struct Process {
     choices: Choices<i32>,
     /// Names of which an object is being made.
     making: BTreeSet<(i32, String)>,
-    /// Ids of copies that a task works on. The others wait for CreateVolume.
-    copying: BTreeSet<String>,
+    /// Ids of copies that a task works on, and where the last call said that their source is. The others wait for CreateVolume.
+    copying: BTreeMap<String, String>,
 }
 
 pub struct Node {
@@ -114,6 +114,7 @@ impl Node {
         let mut state = self.state.lock();
         let number = state.process.number + 1;
         state.process = Process { number, ..Default::default() };
+        state.disk.copies.values_mut().for_each(|copy| copy.asked = Instant::now());
     }
 
     /// A process serves, until its connections end.
@@ -410,19 +411,23 @@ impl Node {
             let copy = state.disk.copies.get_mut(&id).expect("it is there");
             is_same(&copy.volume, &request)?;
             copy.asked = Instant::now();
-            if state.process.copying.insert(id.clone()) {
-                tokio::spawn(self.clone().copy(world.clone(), number, id, asked.address.clone()));
+            if state.process.copying.insert(id.clone(), asked.address.clone()).is_none() {
+                tokio::spawn(self.clone().copy(world.clone(), number, id));
             }
         }
         Err(Status::aborted("it is being copied"))
     }
 
     /// Parts come as long as the source is reached, and wait while it is not.
-    async fn copy(self: Arc<Self>, world: Arc<World>, number: u64, id: String, address: String) {
+    async fn copy(self: Arc<Self>, world: Arc<World>, number: u64, id: String) {
         loop {
             sleep(Duration::from_millis(900)).await;
             self.work(number).await;
-            let Some(copy) = self.state.lock().disk.copies.get(&id).cloned() else { break };
+            let (copy, address) = {
+                let state = self.state.lock();
+                (state.disk.copies.get(&id).cloned(), state.process.copying[&id].clone())
+            };
+            let Some(copy) = copy else { break };
             let source_key = DataDirKey::of(&copy.source_id);
             let from = world.at(&self, &address).ok().filter(|from| Some(from.key) == source_key);
             let content = from.map(|from| {

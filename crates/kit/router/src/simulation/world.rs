@@ -46,11 +46,15 @@ pub struct Story {
     /// By id.
     pub promised_volumes: BTreeMap<String, Promised>,
     pub promised_snapshots: BTreeMap<String, Promised>,
-    /// Faults that each node has now, and when the last one ended.
+    /// Nodes that have a fault of their own now.
+    pub struck: BTreeSet<usize>,
+    /// Faults that keep routers from each node now, and when the last one ended.
     pub troubled: Vec<(u32, Option<Instant>)>,
     /// When a router forgot all it knew, the last time.
     pub forgot: Option<Instant>,
-    /// When each name was first asked for.
+    /// When each name of a volume was first answered.
+    pub answered: BTreeMap<String, Instant>,
+    /// When it was first asked for.
     pub asked: BTreeMap<String, Instant>,
     /// Ids and names of volumes that an older disk brought back.
     pub revived: BTreeSet<String>,
@@ -106,11 +110,13 @@ impl World {
 
     /// Whether nothing has kept routers from this node since then, nor shortly before.
     pub fn was_calm(&self, node: usize, since: Instant) -> bool {
-        match self.story.lock().troubled[node] {
+        let was_calm = match self.story.lock().troubled[node] {
             (0, None) => true,
             (0, Some(ended)) => ended + AFTERMATH < since,
             _ => false,
-        }
+        };
+        self.count(if was_calm { "looked at in calm" } else { "excused by a fault" });
+        was_calm
     }
 
     pub async fn call<A: prost::Message + Default>(
@@ -220,7 +226,8 @@ impl World {
                 // docs/router.md: what a router knew of a second volume ends with its process, and without a PersistentVolume
                 // nobody knows which one is used.
                 let asked = story.asked[name];
-                let forgot = story.forgot.is_some_and(|forgot| asked < forgot);
+                let forgot =
+                    story.answered.get(name) < story.forgot.as_ref() && story.answered.contains_key(name);
                 let deleted =
                     used.get(name).is_none() && story.troubled.iter().any(|(_, last)| *last > Some(asked));
                 assert!(forgot || deleted, "{name} is left over, as {unused:?}, beside {:?}", used.get(name));
