@@ -209,6 +209,13 @@ impl Node {
         }
     }
 
+    /// Whether it says of itself what the other says.
+    pub fn is_as(&self, other: &Node) -> bool {
+        let Node { key, name, driver, process, topology, .. } = self;
+        (key, name, driver, process, topology)
+            == (&other.key, &other.name, &other.driver, &other.process, &other.topology)
+    }
+
     pub async fn call(
         &self,
         path: &'static str,

@@ -323,12 +323,20 @@ impl Nodes {
             }
             (_, State::New) => {}
         }
+        let missed = departed.len();
         match &entry.trouble {
             Some(Trouble::Stranger(_)) => entry.state.is_no_more(),
             _ => Table::is_past(departed, &entry.state, Some(&state)),
         }
+        let is_as_before = match (&entry.state, &state) {
+            (State::Up(before, _), State::Up(now, _)) => before.is_as(now),
+            _ => false,
+        };
         entry.state = state;
-        self.changed(&mut table);
+        // The rest is about all nodes, and this is called for each every two seconds.
+        if !is_as_before || departed.len() != missed {
+            self.changed(&mut table);
+        }
     }
 
     fn put_away(&self, address: &Arc<str>, why: String, way: &Link) {

@@ -27,6 +27,13 @@ impl Trouble {
     }
 }
 
+/// Nodes that answer, by what two of them may have in common.
+#[derive(Default)]
+struct Alike<'t> {
+    key: BTreeMap<DataDirKey, Vec<&'t Arc<Node>>>,
+    name: BTreeMap<&'t str, Vec<&'t Arc<Node>>>,
+}
+
 impl Entry {
     /// Who answers there, if its objects can be reached.
     pub(super) fn used(&self) -> Option<(&Arc<Node>, &Candidate)> {
@@ -51,7 +58,7 @@ impl Table {
         name.filter(|_| first.next().is_none())
     }
 
-    fn trouble_of(&self, node: &Node) -> Option<Trouble> {
+    fn trouble_of(&self, node: &Node, alike: &Alike<'_>) -> Option<Trouble> {
         match &self.driver_name {
             Some(name) if *name == node.driver => {}
             Some(name) => {
@@ -70,15 +77,15 @@ impl Table {
             }
         }
         let is_same = |other: &Node| node.name == other.name && node.process == other.process;
-        if let Some(other) = self.up().find(|other| other.key == node.key && !is_same(other)) {
+        if let Some(other) = alike.key[&node.key].iter().find(|other| !is_same(other)) {
             let (key, one, two) = (node.key, &node.name, &other.name);
             return Some(Trouble::Copy(format!(
                 "nodes {one} at {} and {two} at {} both have the data directory {key}: one is a copy, stop its driver",
                 node.address, other.address
             )));
         }
-        let mut others = self.up().filter(|other| other.driver == node.driver && other.key != node.key);
-        let other = others.find(|other| other.name == node.name)?;
+        let mut others = alike.name[node.name.as_str()].iter();
+        let other = others.find(|other| other.driver == node.driver && other.key != node.key)?;
         Some(Trouble::TakenId(format!(
             "the data directories {} at {} and {} at {} both have the node id {}: start one of the drivers with another \
              --node-id",
@@ -90,11 +97,16 @@ impl Table {
         // Among as many of each the name stays that was most nodes', and not that of the first to answer.
         let before = self.driver_name.take().filter(|_| is_settled);
         self.driver_name = driver_name.cloned().or_else(|| self.majority()).or(before);
+        let mut alike = Alike::default();
+        for node in self.up() {
+            alike.key.entry(node.key).or_default().push(node);
+            alike.name.entry(node.name.as_str()).or_default().push(node);
+        }
         let found: Vec<Option<Trouble>> = self
             .by_address
             .values()
             .map(|entry| match &entry.state {
-                State::Up(node, _) => self.trouble_of(node),
+                State::Up(node, _) => self.trouble_of(node, &alike),
                 State::New | State::Away(..) => None,
             })
             .collect();
