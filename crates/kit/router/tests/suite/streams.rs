@@ -133,7 +133,8 @@ async fn a_stream_that_is_cut_says_so_and_goes_on_behind_its_last_tuple() {
 #[apply(device_test)]
 async fn cancel_and_deadline_reach_the_node() {
     let mut cluster = Cluster::start(PoolKind::Xfs, 1, &["--block-metadata-type", "fixed"]).await;
-    let id = snapshot(&mut cluster, 0, 256).await;
+    // More than all buffers on the way take.
+    let id = snapshot(&mut cluster, 0, 768).await;
     let log = || cluster.nodes[0].rig.log();
     let open = "deltapath_router_open_streams 1\n";
     let stream = stalled(&cluster, &id).await;
