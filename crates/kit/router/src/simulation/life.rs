@@ -226,10 +226,6 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
                     continue;
                 }
                 promise(world, &wish, &id);
-                let waited = world.story.lock().asked[&wish.name].elapsed();
-                let of = ["waited ms, 1 router", "waited ms, 2 routers", "waited ms, 3 routers"];
-                world.count_more(world.by_routers(of), waited.as_millis() as u64);
-                world.count(world.by_routers(["made, 1 router", "made, 2 routers", "made, 3 routers"]));
                 return Ok(id);
             }
             // What was full for a moment is asked again.
@@ -252,7 +248,7 @@ async fn make(world: &World, random: &mut fastrand::Rng, wish: &Wish) -> Result<
             }
             Err(status) if status.code() == Code::FailedPrecondition => {
                 assert!(status.message().contains("exists twice"), "{status}");
-                world.count(world.by_routers(["twice, 1 router", "twice, 2 routers", "twice, 3 routers"]));
+                world.count("twice, for an operator");
                 delete_doubles(world, random, &wish.name).await;
                 before = None;
             }
@@ -349,17 +345,26 @@ async fn take(
     }
 }
 
+/// Calls until it ends well. Answers to deletions are empty messages.
+async fn delete(
+    world: &World,
+    random: &mut fastrand::Rng,
+    call: &str,
+    id: &str,
+    request: &impl prost::Message,
+) {
+    while let Err(status) = world.call::<()>(random, call, id, request).await {
+        assert!(is_not_final(&status), "{id}: {status}");
+        world.wait_a_bit(random, 5).await;
+    }
+}
+
 async fn delete_snapshot(world: &World, random: &mut fastrand::Rng, id: &str) {
     if let Some(snapshot) = world.story.lock().promised_snapshots.get_mut(id) {
         snapshot.is_being_deleted = true;
     }
     let request = proto::DeleteSnapshotRequest { snapshot_id: id.to_owned(), ..Default::default() };
-    while let Err(status) =
-        world.call::<proto::DeleteSnapshotResponse>(random, "DeleteSnapshot", id, &request).await
-    {
-        assert!(is_not_final(&status), "{id}: {status}");
-        world.wait_a_bit(random, 5).await;
-    }
+    delete(world, random, "DeleteSnapshot", id, &request).await;
     let disk = world.nodes[world.node_of(id)].disk();
     assert!(!disk.snapshots.contains_key(id), "{id} is said to be deleted, and is there");
     let mut story = world.story.lock();
@@ -372,12 +377,7 @@ async fn delete_volume(world: &World, random: &mut fastrand::Rng, name: &str, id
         volume.is_being_deleted = true;
     }
     let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
-    while let Err(status) =
-        world.call::<proto::DeleteVolumeResponse>(random, "DeleteVolume", id, &request).await
-    {
-        assert!(is_not_final(&status), "{id}: {status}");
-        world.wait_a_bit(random, 5).await;
-    }
+    delete(world, random, "DeleteVolume", id, &request).await;
     let disk = world.nodes[world.node_of(id)].disk();
     assert!(!disk.volumes.contains_key(id), "{id} is said to be deleted, and is there");
     let mut story = world.story.lock();

@@ -1,6 +1,6 @@
 //! Lives of a cluster, simulated: the router's own code, its connections and its TLS, with nodes that are a model (`node.rs`) on a
-//! network that is one too (`network.rs`). All of it runs in one thread, under a clock that goes on when nobody has anything to do:
-//! so a minute takes some milliseconds, and a seed always gives the same life.
+//! network that is one too (`network.rs`). All of it runs in one thread, under a clock that jumps to the next timer when no task
+//! can go on: so a minute takes some milliseconds, and a seed always gives the same life.
 //!
 //! `life.rs` has what is asked in a life, `faults.rs` what goes wrong, and `world.rs` what must hold in the end.
 //! `make simulation LIVES=10000` plays many. If one fails, its seed is printed:

@@ -39,10 +39,11 @@ struct State {
 
 #[derive(Default)]
 struct Host {
-    /// Nothing goes in or out: no power, or a frozen process, whose kernel still takes connections.
+    /// It has no power.
     is_silent: bool,
+    /// Its process is stopped. The kernel still takes connections.
     is_frozen: bool,
-    /// When it was frozen last, to the end of it.
+    /// When that ended last.
     thawed: Option<Instant>,
     is_lossy: bool,
     listener: Option<mpsc::UnboundedSender<DuplexStream>>,
@@ -154,7 +155,7 @@ impl Network {
         }
     }
 
-    /// Does the work of a host, and stops where it is frozen.
+    /// Does the work of a host, except while the host is frozen.
     pub async fn unless_frozen<T>(&self, host: HostId, work: impl Future<Output = T>) -> T {
         let (mut work, mut thawed) = (pin!(work), None);
         poll_fn(|context| {

@@ -33,8 +33,6 @@ pub const DRIVER: &str = "deltapath.csi.dev";
 pub const POOL: u64 = 64 << 30;
 /// The longest that a call takes where nothing is wrong.
 pub const NORMAL: Duration = Duration::from_millis(200);
-/// How long a copy may be without a call for it.
-const UNASKED: Duration = Duration::from_secs(3600);
 
 /// What ends with the process.
 #[derive(Default)]
@@ -52,7 +50,7 @@ pub struct Node {
     pub key: DataDirKey,
     tls: Arc<Mutual>,
     network: Network,
-    /// How many seconds its clock goes on in one.
+    /// How much faster than the simulation's its clock is.
     pace: u32,
     began: Instant,
     state: Mutex<State>,
@@ -436,7 +434,6 @@ impl Node {
             });
             let state = &mut *self.state.lock();
             match content {
-                None if copy.asked.elapsed() > UNASKED => drop(state.disk.copies.remove(&id)),
                 None => continue,
                 Some(Err(_)) => drop(state.disk.copies.remove(&id)),
                 Some(Ok(_)) if copy.left > 0 => {

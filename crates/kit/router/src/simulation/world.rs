@@ -91,16 +91,7 @@ impl World {
     }
 
     pub fn count(&self, what: &'static str) {
-        self.count_more(what, 1);
-    }
-
-    pub fn count_more(&self, what: &'static str, more: u64) {
-        *self.story.lock().counts.entry(what).or_insert(0) += more;
-    }
-
-    /// One of three names, by the number of routers.
-    pub fn by_routers(&self, names: [&'static str; 3]) -> &'static str {
-        names[self.routers.lock().len() - 1]
+        *self.story.lock().counts.entry(what).or_insert(0) += 1;
     }
 
     pub fn node_of(&self, id: &str) -> usize {
