@@ -17,7 +17,7 @@ use testkit::{MIB, PoolKind, requests};
 use tonic::{Code, Request};
 
 use crate::cuts::{Fault, GIVEN_UP, code_of};
-use crate::streams::{question, snapshot};
+use crate::streams::{LONG, question, snapshot};
 use crate::transfers::nothing_is_left;
 
 /// What a call is given whose node is not there.
@@ -133,7 +133,7 @@ impl Scene {
             cluster.add_node_on(PoolKind::Xfs, &flags, "", Some(Host::new(number))).await;
         }
         cluster.route(&cluster.endpoints(), &["--node-timeout", "3s"], 2).await;
-        let long = snapshot(&mut cluster, 1, 256).await;
+        let long = snapshot(&mut cluster, 1, LONG).await;
         let mut client = cluster.client();
         let healthy = cluster.volume_on(0, "healthy").await;
         let of_healthy = client.create_snapshot("healthy", &healthy).await.expect("snapshot").snapshot_id;

@@ -9,6 +9,10 @@ use tonic::{Code, Request};
 
 use testkit::cluster::{Cluster, eventually};
 
+/// MiB of a snapshot whose tuples are more than all buffers on the way take. A tuple has some 13 bytes, and the buffers of node and
+/// router with their windows take 1.5 MiB.
+pub const LONG: i64 = 768;
+
 /// A snapshot with this many MiB of blocks that hold data, each a tuple.
 pub async fn snapshot(cluster: &mut Cluster, node: usize, mib: i64) -> String {
     let rig = &mut cluster.nodes[node].rig;
@@ -100,7 +104,7 @@ async fn stalled(cluster: &Cluster, id: &str) -> tonic::Streaming<proto::GetMeta
 #[apply(device_test)]
 async fn a_stream_that_is_cut_says_so_and_goes_on_behind_its_last_tuple() {
     let mut cluster = Cluster::start(PoolKind::Xfs, 2, &["--block-metadata-type", "fixed"]).await;
-    let id = snapshot(&mut cluster, 0, 256).await;
+    let id = snapshot(&mut cluster, 0, LONG).await;
     let whole = cluster.client().allocated(&id, 0, 0).await.expect("whole");
     let mut stream = stalled(&cluster, &id).await;
     // Stalled with it, and of the other node: nobody is held up.
@@ -133,8 +137,7 @@ async fn a_stream_that_is_cut_says_so_and_goes_on_behind_its_last_tuple() {
 #[apply(device_test)]
 async fn cancel_and_deadline_reach_the_node() {
     let mut cluster = Cluster::start(PoolKind::Xfs, 1, &["--block-metadata-type", "fixed"]).await;
-    // More than all buffers on the way take.
-    let id = snapshot(&mut cluster, 0, 768).await;
+    let id = snapshot(&mut cluster, 0, LONG).await;
     let log = || cluster.nodes[0].rig.log();
     let open = "deltapath_router_open_streams 1\n";
     let stream = stalled(&cluster, &id).await;
