@@ -17,6 +17,8 @@ missing=()
 for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils ip:iproute2 git:git openssl:openssl $peers; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
 done
+# Clients of HTTPS do not start without it.
+[ -e /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
 if [ ${#missing[@]} -gt 0 ]; then
     if [ "$(id -u)" -eq 0 ]; then
         echo "test-deps: installing ${missing[*]}"

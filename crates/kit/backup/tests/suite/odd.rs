@@ -1,7 +1,6 @@
 //! Every command with odd paths, names, streams and rights, as tables: the exit code, the words, nothing left and nothing lost.
 
 use std::os::unix::net::UnixListener;
-use std::os::unix::process::CommandExt;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use files::pattern::Image;
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 
-use crate::rights::{NOBODY, set_mode};
+use crate::rights::{by_nobody, set_mode};
 use crate::tool::{MIB, Place, Running, arg, text};
 
 const SIZE: u64 = 20 * MIB;
@@ -231,7 +230,7 @@ fn what_is_odd_is_refused_and_nothing_is_made_or_lost() {
             command.env("CBT_BACKUP_REPOSITORY", place.repository());
             command.args(["--output", output]).args(&arguments);
             if is_nobody {
-                command.uid(NOBODY).gid(NOBODY);
+                command = by_nobody(&command);
             }
             let ended = run(command);
             let (out, said) = (text(&ended.stdout), text(&ended.stderr));

@@ -1,10 +1,11 @@
 //! Rights: what reads needs none to write, nobody else can read what a repository holds, and what is not the tool's own in
 //! its directory is neither looked into nor touched.
 
+use std::os::fd::IntoRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use files::pattern::Image;
 
@@ -13,7 +14,21 @@ use crate::s3::Bucket;
 use crate::tool::{MIB, Mounted, Place, arg, ended, plant};
 
 const SIZE: u64 = 20 * MIB;
-pub const NOBODY: u32 = 65534;
+const NOBODY: u32 = 65534;
+
+/// The same command, run by somebody without rights: through a descriptor, since nobody else may be able to reach where it was built.
+pub fn by_nobody(command: &Command) -> Command {
+    let program = std::fs::File::open(command.get_program()).expect("open the program").into_raw_fd();
+    let mut same = Command::new(format!("/proc/self/fd/{program}"));
+    same.args(command.get_args()).stdin(Stdio::null()).uid(NOBODY).gid(NOBODY);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => same.env(name, value),
+            None => same.env_remove(name),
+        };
+    }
+    same
+}
 
 pub fn set_mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("chmod");
@@ -39,7 +54,7 @@ fn place() -> (Place, String, Image) {
 }
 
 fn as_nobody(place: &Place, arguments: &[&str]) -> Output {
-    place.command(arguments).uid(NOBODY).gid(NOBODY).output().expect("run as nobody")
+    by_nobody(&place.command(arguments)).output().expect("run as nobody")
 }
 
 /// Every command that reads.
@@ -170,7 +185,7 @@ fn what_is_not_the_tools_own_is_left_alone() {
     }
     for round in 0..2 {
         image.write(&place.open_image(SIZE), 7 + round, 90, round).expect("write");
-        ended(0, &place.backup("full", &[]).uid(NOBODY).gid(NOBODY).output().expect("run as nobody"));
+        ended(0, &by_nobody(&place.backup("full", &[])).output().expect("run as nobody"));
     }
     // A user's files, one of which looks like a draft of an object.
     let own = ["note#1", "lost+found/x#1", "mine/x#1"].map(|name| place.repository().join(name));

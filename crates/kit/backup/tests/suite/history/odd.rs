@@ -2,7 +2,6 @@
 //! and a user, or keys, that may only read.
 
 use std::fs::File;
-use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
@@ -11,7 +10,7 @@ use nix::sys::signal::Signal;
 use super::{Life, Taken};
 use crate::clock::{Clock, DAY};
 use crate::proxy::{Fault, Proxy};
-use crate::rights::{NOBODY, set_mode, walk};
+use crate::rights::{by_nobody, set_mode, walk};
 use crate::s3::Bucket;
 use crate::tool::{Mounted, Place, Running, arg, text};
 
@@ -189,7 +188,7 @@ impl Life {
                 for path in walk(&self.place.repository()) {
                     set_mode(&path, if path.is_dir() { 0o755 } else { 0o644 });
                 }
-                command.uid(NOBODY).gid(NOBODY);
+                command = by_nobody(&command);
             }
             Odd::Directory { disk: None, .. } => {}
         }
