@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use roaring::RoaringBitmap;
 
 use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex};
-use super::walk::Segments;
+use super::walk::{Members, Segments};
 use super::{Error, Result};
 use base::{Block, BlockRange, BlockSize, Stop};
 use files::DataRanges;
@@ -109,7 +109,7 @@ pub struct AllocatedScan {
 /// What is left of the segment that an [`AllocatedScan`] is in.
 pub(super) struct Runs {
     index: SegmentIndex,
-    members: roaring::bitmap::IntoIter,
+    members: Members,
     /// Memory it takes.
     pub(super) bytes: usize,
 }
@@ -125,12 +125,8 @@ impl AllocatedScan {
     pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
         loop {
             if let Some(segment) = &mut self.segment
-                && let Some(run) = segment.members.next_range()
+                && let Some(run) = segment.members.next_run()
             {
-                let run = BlockRange {
-                    start: segment.index.block(*run.start()),
-                    end: segment.index.block(*run.end()) + 1,
-                };
                 self.segments.next = run.end;
                 return Ok(Some(run));
             }
@@ -148,8 +144,7 @@ impl AllocatedScan {
             let before = left;
             if let Some(segment) = &mut self.segment {
                 // Not `next_many`: on a run that ends with its container roaring 0.12.0 overflows in it.
-                for within in segment.members.by_ref().take(before) {
-                    let block = segment.index.block(within);
+                for block in segment.members.by_ref().take(before) {
                     put(block);
                     self.segments.next = block + 1;
                     left -= 1;
@@ -160,7 +155,7 @@ impl AllocatedScan {
             }
         }
         let goes_on =
-            |segment: &Runs| segment.members.len() > 0 || self.segments.goes_on_after(segment.index);
+            |segment: &Runs| !segment.members.is_empty() || self.segments.goes_on_after(segment.index);
         Ok(self.segment.as_ref().is_none_or(goes_on))
     }
 
@@ -172,7 +167,7 @@ impl AllocatedScan {
         let Some(index) = self.segments.current() else { return Ok(false) };
         let members = self.segments.not_passed(self.map.segment(index)?, index);
         let bytes = members.serialized_size();
-        self.segment = Some(Runs { index, members: members.into_iter(), bytes });
+        self.segment = Some(Runs { index, members: Members::new(index, members), bytes });
         Ok(true)
     }
 

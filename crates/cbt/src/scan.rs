@@ -14,6 +14,7 @@ use super::fresh::FreshHashes;
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex, all_indexes, locate};
+use super::walk::Members;
 use super::{BlockHash, Result};
 use base::{Block, BlockRange, BlockSize, ByteRange, Foreground, Stop};
 use files::Context;
@@ -292,9 +293,8 @@ impl ToHash<'_> {
 /// The runs of a segment's members, cut where the page of their hashes ends.
 fn runs_by_page(index: SegmentIndex, members: RoaringBitmap) -> Vec<(u64, Vec<BlockRange>)> {
     let mut pages: Vec<(u64, Vec<BlockRange>)> = Vec::new();
-    let mut members = members.into_iter();
-    while let Some(run) = members.next_range() {
-        let (mut block, end) = (index.block(*run.start()), index.block(*run.end()) + 1);
+    let mut members = Members::new(index, members);
+    while let Some(BlockRange { start: mut block, end }) = members.next_run() {
         while block < end {
             let page = page_of(block);
             let cut = end.min(Block((page + 1) * SLOTS));

@@ -13,7 +13,7 @@ use super::delta::{DeltaScan, Side};
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader};
 use super::segment::{MapFile, SegmentIndex, all_indexes, locate};
-use super::walk::Found;
+use super::walk::{Found, Members};
 use super::{Error, Result};
 use base::{Block, BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
 use files::Context;
@@ -199,10 +199,8 @@ fn segments(
 }
 
 fn runs(index: SegmentIndex, members: RoaringBitmap) -> Vec<BlockRange> {
-    let mut members = members.into_iter();
-    std::iter::from_fn(|| members.next_range())
-        .map(|run| BlockRange { start: index.block(*run.start()), end: index.block(*run.end()) + 1 })
-        .collect()
+    let mut members = Members::new(index, members);
+    std::iter::from_fn(|| members.next_run()).collect()
 }
 
 const UNREADABLE: &str = "the data cannot be read";
