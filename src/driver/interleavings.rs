@@ -1,18 +1,28 @@
 //! Protocols between threads, under a model checker that chooses which thread runs at each lock: in random schedules, and in
-//! schedules that change the thread seldom, at unlikely moments (PCT). `make interleavings` runs them. Only the locks of `crate::sync` are
-//! seen, so what goes through files, sockets and tokio is not covered. A thread that nobody wakes is reported as a deadlock.
+//! schedules that change the thread seldom, at unlikely moments (PCT). `make interleavings` runs them. Seen are the locks of `crate::sync`,
+//! and in lives of a driver each operation on a file; sockets and tokio are not. A thread that nobody wakes is reported as a deadlock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use shuttle::thread;
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::sync::atomic::AtomicBool;
+use shuttle::{Config, Runner, thread};
 
+use crate::driver::error::Error;
+use crate::driver::lives::{Life, Step, wanted};
 use crate::driver::locks::{LockKey, OpLocks};
 use crate::driver::metadata::streams::{MESSAGES, SHORT, Streams, TUPLE};
+use crate::driver::request::create::SourceRef;
 use crate::driver::snapshots::queue::{Next, Part, Queue};
+use crate::driver::transfer::transfers::Transfers;
+use crate::driver::volumes::incoming::Phase;
+use crate::driver::volumes::remote::{Blocks, Opened, Remote, RemoteFault};
 use crate::store::SnapshotRecord;
-use base::{Foreground, Stop, VolumeId};
+use base::{BlockSize, Foreground, Stop, VolumeId};
+use cbt::SegmentIndex;
+use roaring::RoaringBitmap;
 
 /// Schedules of each kind; `DELTAPATH_SCHEDULES` sets another number.
 fn schedules() -> usize {
@@ -22,6 +32,18 @@ fn schedules() -> usize {
 fn check(protocol: impl Fn() + Send + Sync + Clone + 'static) {
     shuttle::check_random(protocol.clone(), schedules());
     shuttle::check_pct(protocol, schedules(), 3);
+}
+
+/// Lives of a driver on real files. Each takes some milliseconds, so there are fewer of them.
+fn check_lives(life: fn()) {
+    let mut config = Config::default();
+    config.stack_size = 1 << 20;
+    let life = move || {
+        files::interleavings::switch_at_each_operation(|| _ = AtomicBool::new(false).load(Ordering::Relaxed));
+        life();
+    };
+    Runner::new(RandomScheduler::new(schedules() / 100), config.clone()).run(life);
+    Runner::new(PctScheduler::new(3, schedules() / 100), config).run(life);
 }
 
 fn volume(letter: char) -> VolumeId {
@@ -161,5 +183,144 @@ fn the_memory_of_messages_is_bounded_and_comes_back() {
             .collect();
         threads.into_iter().for_each(|thread| thread.join().expect("a thread"));
         assert_eq!(streams.messages(), 0, "memory is lost");
+    });
+}
+
+/// Three snapshots of a volume: from one to the next blocks are written, punched, and written again as they were.
+fn three_snapshots(retained: usize) -> Life {
+    let mut life = Life::new("example", retained);
+    let write = |at, byte| Step::Write { at, byte };
+    let steps = [
+        &[write(0, 1), write(1, 1), write(7, 2), write(8, 1), Step::Snapshot][..],
+        &[write(0, 2), Step::Punch { at: 1 }, write(7, 2), write(8, 2), Step::Snapshot],
+        &[write(7, 1), write(8, 1), write(255, 1), Step::Snapshot],
+    ];
+    steps.concat().iter().for_each(|step| life.play(step));
+    life
+}
+
+/// Hashes and compares until `others` have ended.
+fn with_hashing(life: &Arc<Life>, others: Vec<thread::JoinHandle<()>>) {
+    let hashing = life.driver().hashing.clone();
+    let worker = thread::spawn({
+        let hashing = hashing.clone();
+        move || hashing.run(None)
+    });
+    others.into_iter().for_each(|thread| thread.join().expect("a thread"));
+    hashing.queue.cease();
+    worker.join().expect("the worker");
+}
+
+/// Hashes and compares the snapshots of a life, while one of them is deleted and two streams list what is different from the first
+/// to the last.
+fn hash_delete_and_stream(retained: usize, deleted: usize) {
+    let mut life = Arc::new(three_snapshots(retained));
+    let other = |work: fn(&Life, usize)| {
+        let life = life.clone();
+        thread::spawn(move || work(&life, deleted))
+    };
+    let others = vec![
+        other(|life, _| life.compare(0, 2)),
+        other(|life, _| life.compare(0, 2)),
+        other(|life, deleted| life.driver().snapshots.delete(&life.snapshots[deleted].0).expect("delete")),
+    ];
+    with_hashing(&life, others);
+    let life = Arc::get_mut(&mut life).expect("all others have ended");
+    life.compare(0, 2);
+    life.play(&Step::Reopen);
+    life.compare(0, 2);
+    life.close();
+}
+
+/// A delta from a snapshot that is deleted, retained, hashed and freed meanwhile is exact.
+#[test]
+fn deltas_from_a_base_that_goes_are_exact() {
+    check_lives(|| hash_delete_and_stream(100, 0));
+}
+
+/// A delta is exact while a snapshot between its two is removed, and its changes are merged into the next one's.
+#[test]
+fn deltas_over_a_snapshot_that_goes_are_exact() {
+    check_lives(|| hash_delete_and_stream(0, 1));
+}
+
+/// A source on another node: one block with data, which is still to be sent or not.
+struct Far(bool);
+
+impl Remote for Far {
+    fn open(&mut self, _: &str, _: &Stop) -> Result<Opened, RemoteFault> {
+        Ok(Opened {
+            capacity: 1 << 20,
+            block_size: BlockSize::MIN,
+            tracking: true,
+            segments: vec![SegmentIndex(0)],
+            allocated_blocks: 1,
+            relatives: Vec::new(),
+            filesystem: None,
+        })
+    }
+
+    fn map(&mut self, _: SegmentIndex, _: &Stop) -> Result<RoaringBitmap, RemoteFault> {
+        Ok(RoaringBitmap::from([0]))
+    }
+
+    fn hashes(&mut self, _: SegmentIndex, _: &RoaringBitmap, _: &Stop) -> Result<Vec<u8>, RemoteFault> {
+        Ok(blake3::hash(&[7; 4096]).as_bytes().to_vec())
+    }
+
+    fn read(&mut self, _: SegmentIndex, _: &RoaringBitmap, _: &Stop) -> Result<(), RemoteFault> {
+        self.0 = true;
+        Ok(())
+    }
+
+    fn next(&mut self, _: &Stop) -> Result<Option<Blocks>, RemoteFault> {
+        let hashes = blake3::hash(&[7; 4096]).as_bytes().to_vec().into();
+        let blocks = Blocks { data: vec![7; 4096].into(), hashes, holes: Vec::new() };
+        Ok(std::mem::take(&mut self.0).then_some(blocks))
+    }
+
+    fn close(&mut self) {}
+
+    fn node(&self) -> &str {
+        "another node"
+    }
+}
+
+/// A volume that was deleted while it was copied from another node stays away, whoever asks for its name meanwhile. In the end
+/// no transfer runs, and none is known that became a volume.
+#[test]
+fn a_volume_that_is_deleted_while_it_is_copied_does_not_come_back() {
+    check_lives(|| {
+        let mut life = Life::new("example", 0);
+        let transfers = life.driver().transfers.clone();
+        let source = SourceRef::Snapshot(format!("snap-0badcafe{}", "0".repeat(24)));
+        let ask = move |transfers: &Arc<Transfers>| match transfers
+            .create_volume(&wanted("copied", Some(source.clone())), Box::new(Far(false)))
+        {
+            Ok(_) | Err(Error::Copying { .. } | Error::Busy { .. }) => {}
+            Err(error) => panic!("{error}"),
+        };
+        let asking = thread::spawn({
+            let transfers = transfers.clone();
+            move || (0..2).for_each(|_| ask(&transfers))
+        });
+        let mut names = std::iter::repeat_with(|| {
+            thread::yield_now();
+            transfers.table.id_of("copied")
+        });
+        let deleted = names.by_ref().take(20).flatten().next();
+        let deleted = deleted.filter(|id| life.driver().volumes.delete(id.as_str()).is_ok());
+        asking.join().expect("it asks");
+        transfers.stop();
+        let made = |id: &VolumeId| transfers.shared.store.read(|index| index.volume(id).is_some());
+        assert!(deleted.iter().all(|id| !made(id)), "a deleted volume is there");
+        let known: Vec<_> = transfers.table.known().values().cloned().collect();
+        for transfer in known {
+            assert!(!matches!(transfer.state().phase, Phase::Running), "a transfer runs on");
+            assert!(!made(&transfer.record.id), "a volume is still a transfer");
+        }
+        assert_eq!(*transfers.working.lock(), 0, "turns that nobody has");
+        drop(transfers);
+        life.close();
     });
 }

@@ -26,7 +26,7 @@ const USED: [usize; 8] = [0, 1, 2, 7, 8, 100, 254, 255];
 type Content = [u8; BLOCKS];
 
 #[derive(Clone, Debug)]
-enum Step {
+pub(super) enum Step {
     Write { at: usize, byte: u8 },
     Punch { at: usize },
     Snapshot,
@@ -53,22 +53,24 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 20..80)
 }
 
-struct Life {
+pub(super) struct Life {
     dir: TempDir,
     kind: &'static Kind,
     /// From the first [`Step::Hash`] until the driver is opened again.
     hashing: Option<HashingThread>,
     /// `None` while it is opened again.
     driver: Option<Arc<Driver>>,
+    /// Deleted snapshots that are kept.
+    retained: usize,
     volume: String,
     content: Content,
     /// The snapshots of the volume in the order they were taken, deleted ones with `false`.
-    snapshots: Vec<(String, Content, bool)>,
+    pub(super) snapshots: Vec<(String, Content, bool)>,
     made: usize,
 }
 
 impl Life {
-    fn new(kind: &str) -> Self {
+    pub(super) fn new(kind: &str, retained: usize) -> Self {
         let dir = tempfile::Builder::new().prefix("deltapath-life-").tempdir().expect("temp dir");
         let kind = pool::named(kind).expect("a kind");
         let mut life = Life {
@@ -76,6 +78,7 @@ impl Life {
             kind,
             hashing: None,
             driver: None,
+            retained,
             volume: String::new(),
             content: [0; BLOCKS],
             snapshots: Vec::new(),
@@ -86,11 +89,11 @@ impl Life {
         life
     }
 
-    fn driver(&self) -> &Arc<Driver> {
+    pub(super) fn driver(&self) -> &Arc<Driver> {
         self.driver.as_ref().expect("an open driver")
     }
 
-    fn close(&mut self) {
+    pub(super) fn close(&mut self) {
         self.hashing = None;
         if let Some(driver) = self.driver.take() {
             driver.close().expect("close");
@@ -108,7 +111,7 @@ impl Life {
             overcommit: None,
             attach: false,
             max_volumes: 0,
-            retain: Retention { count: 100, age: Duration::from_secs(3600) },
+            retain: Retention { count: self.retained, age: Duration::from_secs(3600) },
             transfer_rate: None,
         });
         self.driver = Some(Arc::new(driver.expect("open")));
@@ -116,15 +119,7 @@ impl Life {
 
     fn create(&mut self, source: Option<SourceRef>) -> String {
         self.made += 1;
-        let request = CreateVolume {
-            name: format!("volume-{}", self.made),
-            range: CapacityRange { required: BLOCKS as u64 * BLOCK, limit: None },
-            capabilities: vec![Capability { access: AccessType::Block, mode: AccessMode::SingleNodeWriter }],
-            parameters: VolumeParameters::default(),
-            tuning: Tuning::default(),
-            source,
-            requisite: Vec::new(),
-        };
+        let request = wanted(&format!("volume-{}", self.made), source);
         self.driver().volumes.create(&request).expect("a volume").id.to_string()
     }
 
@@ -140,7 +135,7 @@ impl Life {
         (!possible.is_empty()).then(|| possible[which % possible.len()])
     }
 
-    fn play(&mut self, step: &Step) {
+    pub(super) fn play(&mut self, step: &Step) {
         match *step {
             Step::Write { at, byte } => {
                 let file = self.file(&self.volume);
@@ -154,9 +149,8 @@ impl Life {
             Step::Snapshot => {
                 self.made += 1;
                 let name = format!("snapshot-{}", self.made);
-                let parameters = SnapshotParameters::default();
-                let taken = self.driver().snapshots.create(&name, &self.volume, &parameters, &[]);
-                self.snapshots.push((taken.expect("a snapshot").id.to_string(), self.content, true));
+                let taken = self.take(&name, self.content);
+                self.snapshots.push(taken);
             }
             Step::Delete { which } => {
                 let Some(number) = self.chosen(which, true) else { return };
@@ -196,16 +190,37 @@ impl Life {
         }
     }
 
-    fn compare(&self, base: usize, target: usize) {
+    /// Takes a snapshot of the volume, which has this content.
+    pub(super) fn take(&self, name: &str, content: Content) -> (String, Content, bool) {
+        let parameters = SnapshotParameters::default();
+        let taken = self.driver().snapshots.create(name, &self.volume, &parameters, &[]);
+        (taken.expect("a snapshot").id.to_string(), content, true)
+    }
+
+    /// Compares the answers about two snapshots with what was written, two tuples a message.
+    pub(super) fn compare(&self, base: usize, target: usize) {
         let (before, after) = (&self.snapshots[base], &self.snapshots[target]);
         let (metadata, stop) = (&self.driver().metadata, Stop::default());
-        let request = MetadataRequest::default();
+        let request = MetadataRequest { max_results: 2, ..MetadataRequest::default() };
         let delta = metadata.delta(&before.0, &after.0, request, &stop).expect("a delta");
         let differ: Vec<usize> = (0..BLOCKS).filter(|block| before.1[*block] != after.1[*block]).collect();
         assert_eq!(blocks(delta), differ, "from {base} to {target}");
         let allocated = metadata.allocated(&after.0, request, &stop).expect("an answer");
         let holds: Vec<usize> = (0..BLOCKS).filter(|block| after.1[*block] != 0).collect();
         assert_eq!(blocks(allocated), holds, "allocated in {target}");
+    }
+}
+
+/// A volume of this name and of the size of all here.
+pub(super) fn wanted(name: &str, source: Option<SourceRef>) -> CreateVolume {
+    CreateVolume {
+        name: name.to_owned(),
+        range: CapacityRange { required: BLOCKS as u64 * BLOCK, limit: None },
+        capabilities: vec![Capability { access: AccessType::Block, mode: AccessMode::SingleNodeWriter }],
+        parameters: VolumeParameters::default(),
+        tuning: Tuning::default(),
+        source,
+        requisite: Vec::new(),
     }
 }
 
@@ -224,7 +239,7 @@ fn blocks(mut stream: MetadataStream) -> Vec<usize> {
 }
 
 fn live(kind: &str, steps: &[Step]) {
-    let mut life = Life::new(kind);
+    let mut life = Life::new(kind, 100);
     steps.iter().for_each(|step| life.play(step));
     for target in (0..life.snapshots.len()).filter(|number| life.snapshots[*number].2) {
         (0..=target).for_each(|base| life.compare(base, target));

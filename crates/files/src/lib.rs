@@ -7,6 +7,8 @@ mod buffer;
 pub mod change;
 pub mod durable;
 pub mod failpoint;
+#[cfg(feature = "interleavings")]
+pub mod interleavings;
 pub mod pattern;
 mod ranges;
 
@@ -71,6 +73,8 @@ pub trait Context<T> {
 
 impl<T, E: Into<io::Error>> Context<T> for std::result::Result<T, E> {
     fn context(self, operation: &'static str, path: &Path) -> Result<T> {
+        #[cfg(feature = "interleavings")]
+        interleavings::pass();
         self.map_err(|error| Error { operation, path: path.to_owned(), at: None, source: error.into() })
     }
 

@@ -14,6 +14,7 @@ use crate::driver::transfer::transfers::Transfers;
 use crate::driver::volumes::incoming::{Phase, Transfer};
 use crate::driver::volumes::remote::{Opened, Remote, RemoteFault};
 use crate::store::{AccessKind, Draft, Source, Timestamp, VolumeRecord};
+use crate::sync::thread;
 use base::{Stop, VolumeId};
 use files::Context;
 use files::change;
@@ -198,7 +199,7 @@ impl Transfers {
         (state.phase, state.stop) = (Phase::Running, Stop::default());
         drop(state);
         let running = Running { transfers: self.clone(), transfer: transfer.clone() };
-        let started = std::thread::Builder::new().name("transfer".to_owned()).spawn(move || running.run());
+        let started = thread::Builder::new().name("transfer".to_owned()).spawn(move || running.run());
         match started.context("start a thread for", self.shared.store.dir().staging().as_path()) {
             Ok(_) => Ok(()),
             Err(error) => {

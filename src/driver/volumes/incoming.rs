@@ -2,11 +2,9 @@
 //! bytes.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
-
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::driver::error::{Error, OTHER_NAME, Result, shown};
 use crate::driver::locks::OpGuard;
@@ -14,6 +12,7 @@ use crate::driver::request::create::{CreateVolume, difference};
 use crate::driver::shared::Shared;
 use crate::driver::volumes::remote::Remote;
 use crate::store::{AccessKind, VolumeRecord};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use base::{Stop, VolumeId};
 
 /// How often a call that ends a transfer checks whether it has ended.
@@ -132,7 +131,7 @@ impl TransferTable {
     }
 
     pub(in crate::driver) fn known(&self) -> MutexGuard<'_, HashMap<VolumeId, Arc<Transfer>>> {
-        self.known.lock()
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(in crate::driver) fn named(&self, name: &str) -> Option<Arc<Transfer>> {
@@ -224,11 +223,16 @@ impl TransferTable {
     /// became a volume meanwhile. `_lock` keeps others from making or using the volume.
     pub(in crate::driver) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
         let Some(transfer) = self.known().get(id).cloned() else { return Ok(false) };
-        transfer.end(true);
-        while matches!(transfer.state().phase, Phase::Running) {
+        let phase = loop {
+            transfer.end(true);
+            // Looked at and changed under one lock: a call may set it going again at any other moment.
+            let mut state = transfer.state();
+            if !matches!(state.phase, Phase::Running) {
+                break std::mem::replace(&mut state.phase, Phase::Over);
+            }
+            drop(state);
             transfer.wait_while_running(PATIENCE);
-        }
-        let phase = std::mem::replace(&mut transfer.state().phase, Phase::Over);
+        };
         match phase {
             Phase::Waiting => {
                 let removed = self.discard(&transfer);
@@ -277,7 +281,7 @@ impl Transfer {
     }
 
     pub(in crate::driver) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(in crate::driver) fn set(&self, phase: Phase) {
@@ -288,13 +292,13 @@ impl Transfer {
     /// Waits until the thread has stopped, at most `patience`.
     pub(in crate::driver) fn wait_while_running(&self, patience: Duration) {
         let is_running = |state: &mut State| matches!(state.phase, Phase::Running);
-        self.changed.wait_while_for(&mut self.state(), is_running, patience);
+        _ = self.changed.wait_timeout_while(self.state(), patience, is_running);
     }
 
     /// Waits for `patience`, or until there is a new connection to the source or the transfer is to stop.
     pub(in crate::driver) fn pause(&self, patience: Duration) {
         let is_quiet = |state: &mut State| state.remote.is_none() && state.stop.check().is_ok();
-        self.changed.wait_while_for(&mut self.state(), is_quiet, patience);
+        _ = self.changed.wait_timeout_while(self.state(), patience, is_quiet);
     }
 
     pub(in crate::driver) fn end(&self, is_unwanted: bool) {

@@ -25,6 +25,17 @@ pub struct Hashing {
     pub(in crate::driver) read_errors: Arc<ReadErrors>,
 }
 
+/// The threads that help; without any, those of rayon's own pool.
+pub(super) type Helpers<'h> = Option<&'h rayon::ThreadPool>;
+
+/// Does work whose parts the helpers share.
+pub(super) fn with<T: Send>(helpers: Helpers<'_>, work: impl FnOnce() -> T + Send) -> T {
+    match helpers {
+        Some(helpers) => helpers.install(work),
+        None => work(),
+    }
+}
+
 /// The thread that hashes. Ends soon after it is dropped: it hashes a few more megabytes at most.
 #[derive(Debug)]
 pub struct HashingThread {
@@ -45,7 +56,7 @@ impl HashingThread {
             let hashing = hashing.clone();
             move || {
                 let _ends = EndsProcess;
-                hashing.run(&helpers);
+                hashing.run(Some(&helpers));
             }
         });
         let thread = thread.context("start the hashing thread of", &hashing.shared.config.data_dir)?;
@@ -77,7 +88,8 @@ impl Drop for EndsProcess {
 }
 
 impl Hashing {
-    fn run(&self, helpers: &rayon::ThreadPool) {
+    /// Works until the queue ceases.
+    pub(in crate::driver) fn run(&self, helpers: Helpers<'_>) {
         self.take_up();
         self.apply_retention();
         loop {
@@ -166,7 +178,7 @@ impl Hashing {
     }
 
     /// Does a step of the work on a snapshot; returns whether it was the last.
-    fn work_on(&self, work: &Work, helpers: &rayon::ThreadPool) -> Result<bool> {
+    fn work_on(&self, work: &Work, helpers: Helpers<'_>) -> Result<bool> {
         let known = || self.shared.store.read(|index| index.known(&work.id));
         let Some(record) = known() else { return Ok(true) };
         let done = self.work_on_part(work.part, &record, helpers);
@@ -178,10 +190,10 @@ impl Hashing {
         done
     }
 
-    fn work_on_part(&self, part: Part, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
+    fn work_on_part(&self, part: Part, record: &SnapshotRecord, helpers: Helpers<'_>) -> Result<bool> {
         match part {
             Part::Changes => self.compare_changes(record, helpers),
-            Part::Skips => helpers.install(|| self.histories.make_skips(record, &self.queue.stop)),
+            Part::Skips => with(helpers, || self.histories.make_skips(record, &self.queue.stop)),
             Part::Rest => {
                 if !self.hash_snapshot(record, None, helpers)? {
                     return Ok(false);
@@ -195,7 +207,7 @@ impl Hashing {
     }
 
     /// Hashes the blocks that may have changed since the parent, in both, and then keeps those that did.
-    fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
+    fn compare_changes(&self, record: &SnapshotRecord, helpers: Helpers<'_>) -> Result<bool> {
         // If the map is damaged, deltas compare all blocks.
         let Some(changed) = MapFile::open_sound(&self.shared.store.snapshot_dir(record).changed())? else {
             return Ok(true);
@@ -211,7 +223,7 @@ impl Hashing {
                 return Ok(false);
             }
         }
-        helpers.install(|| self.compare(record, &parent))?;
+        with(helpers, || self.compare(record, &parent))?;
         Ok(true)
     }
 

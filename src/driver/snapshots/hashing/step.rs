@@ -7,7 +7,7 @@ use std::path::Path;
 use roaring::RoaringBitmap;
 
 use crate::driver::error::{Error, Result};
-use crate::driver::snapshots::hashing::run::Hashing;
+use crate::driver::snapshots::hashing::run::{Hashing, Helpers, with};
 use crate::driver::snapshots::history::hold::header;
 use crate::store::SnapshotRecord;
 use base::ObjectDir;
@@ -29,7 +29,7 @@ impl Hashing {
         &self,
         record: &SnapshotRecord,
         only: Option<&MapFile>,
-        helpers: &rayon::ThreadPool,
+        helpers: Helpers<'_>,
     ) -> Result<bool> {
         let dir = self.shared.store.snapshot_dir(record);
         let step = match self.hash_step(record, only, helpers) {
@@ -52,7 +52,7 @@ impl Hashing {
         &self,
         record: &SnapshotRecord,
         only: Option<&MapFile>,
-        helpers: &rayon::ThreadPool,
+        helpers: Helpers<'_>,
     ) -> Result<Option<Rest>> {
         let stop = &self.queue.stop;
         let dir = self.shared.store.snapshot_dir(record);
@@ -116,7 +116,7 @@ impl Hashing {
                 let shared = parent.shares(index, &members)?;
                 members -= to_hash.take_over(index, shared, &mut parent.hashes, stop)?;
             }
-            helpers.install(|| to_hash.hash_segment(index, members, stop))?;
+            with(helpers, || to_hash.hash_segment(index, members, stop))?;
             if !is_last {
                 break;
             }
