@@ -53,6 +53,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 20..80)
 }
 
+/// How many deleted snapshots are kept: where it is few, others are removed, and their changes merged into those of the next.
+fn retained() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(0_usize), Just(1), Just(100)]
+}
+
 pub(super) struct Life {
     dir: TempDir,
     kind: &'static Kind,
@@ -64,7 +69,8 @@ pub(super) struct Life {
     retained: usize,
     volume: String,
     content: Content,
-    /// The snapshots of the volume in the order they were taken, deleted ones with `false`.
+    /// The snapshots of the volume in the order they were taken, deleted ones with `false`: the last [`Life::retained`] of those
+    /// are bases.
     pub(super) snapshots: Vec<(String, Content, bool)>,
     made: usize,
 }
@@ -128,11 +134,15 @@ impl Life {
         File::options().read(true).write(true).open(path).expect("the volume's file")
     }
 
-    /// The snapshots that a call may name as a base (deleted ones too) and as a target, if there are any.
-    fn chosen(&self, which: usize, alive: bool) -> Option<usize> {
-        let possible: Vec<usize> =
-            (0..self.snapshots.len()).filter(|number| self.snapshots[*number].2 || !alive).collect();
-        (!possible.is_empty()).then(|| possible[which % possible.len()])
+    fn alive(&self) -> Vec<usize> {
+        (0..self.snapshots.len()).filter(|number| self.snapshots[*number].2).collect()
+    }
+
+    /// The snapshots that a delta can begin with.
+    fn bases(&self) -> Vec<usize> {
+        let deleted = |from: usize| self.snapshots[from..].iter().filter(|snapshot| !snapshot.2).count();
+        let is_base = |number: &usize| self.snapshots[*number].2 || deleted(*number) <= self.retained;
+        (0..self.snapshots.len()).filter(is_base).collect()
     }
 
     pub(super) fn play(&mut self, step: &Step) {
@@ -153,14 +163,13 @@ impl Life {
                 self.snapshots.push(taken);
             }
             Step::Delete { which } => {
-                let Some(number) = self.chosen(which, true) else { return };
+                let Some(number) = one_of(&self.alive(), which) else { return };
                 self.driver().snapshots.delete(&self.snapshots[number].0).expect("delete");
                 self.snapshots[number].2 = false;
             }
             Step::Delta { base, target } => {
-                let (Some(base), Some(target)) = (self.chosen(base, false), self.chosen(target, true)) else {
-                    return;
-                };
+                let chosen = (one_of(&self.bases(), base), one_of(&self.alive(), target));
+                let (Some(base), Some(target)) = chosen else { return };
                 if base <= target {
                     self.compare(base, target);
                 }
@@ -175,7 +184,7 @@ impl Life {
                 }
             }
             Step::Restore { which } => {
-                let Some(number) = self.chosen(which, true) else { return };
+                let Some(number) = one_of(&self.alive(), which) else { return };
                 let restored = self.create(Some(SourceRef::Snapshot(self.snapshots[number].0.clone())));
                 let mut read = vec![0; BLOCKS * BLOCK as usize];
                 self.file(&restored).read_exact_at(&mut read, 0).expect("read");
@@ -238,11 +247,15 @@ fn blocks(mut stream: MetadataStream) -> Vec<usize> {
     }
 }
 
-fn live(kind: &str, steps: &[Step]) {
-    let mut life = Life::new(kind, 100);
+fn one_of(numbers: &[usize], which: usize) -> Option<usize> {
+    (!numbers.is_empty()).then(|| numbers[which % numbers.len()])
+}
+
+fn live(kind: &str, retained: usize, steps: &[Step]) {
+    let mut life = Life::new(kind, retained);
     steps.iter().for_each(|step| life.play(step));
-    for target in (0..life.snapshots.len()).filter(|number| life.snapshots[*number].2) {
-        (0..=target).for_each(|base| life.compare(base, target));
+    for target in life.alive() {
+        life.bases().into_iter().filter(|base| *base <= target).for_each(|base| life.compare(base, target));
     }
     life.close();
 }
@@ -252,13 +265,13 @@ proptest! {
 
     /// A backend that knows what was written, so that maps are made from it and hashes come later.
     #[test]
-    fn every_delta_of_a_life_is_exact(steps in steps()) {
-        live("example", &steps);
+    fn every_delta_of_a_life_is_exact(steps in steps(), retained in retained()) {
+        live("example", retained, &steps);
     }
 
     /// One that knows nothing, so that hashes are made with the copy.
     #[test]
-    fn every_delta_of_a_life_on_plain_files_is_exact(steps in steps()) {
-        live("dir", &steps);
+    fn every_delta_of_a_life_on_plain_files_is_exact(steps in steps(), retained in retained()) {
+        live("dir", retained, &steps);
     }
 }
