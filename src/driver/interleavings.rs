@@ -304,11 +304,11 @@ fn a_volume_that_is_deleted_while_it_is_copied_does_not_come_back() {
             let transfers = transfers.clone();
             move || (0..2).for_each(|_| ask(&transfers))
         });
-        let mut names = std::iter::repeat_with(|| {
+        let ids = std::iter::repeat_with(|| {
             thread::yield_now();
             transfers.table.id_of("copied")
         });
-        let deleted = names.by_ref().take(20).flatten().next();
+        let deleted = ids.take(20).flatten().next();
         let deleted = deleted.filter(|id| life.driver().volumes.delete(id.as_str()).is_ok());
         asking.join().expect("it asks");
         transfers.stop();

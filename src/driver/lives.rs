@@ -159,8 +159,9 @@ impl Life {
             Step::Snapshot => {
                 self.made += 1;
                 let name = format!("snapshot-{}", self.made);
-                let taken = self.take(&name, self.content);
-                self.snapshots.push(taken);
+                let parameters = SnapshotParameters::default();
+                let taken = self.driver().snapshots.create(&name, &self.volume, &parameters, &[]);
+                self.snapshots.push((taken.expect("a snapshot").id.to_string(), self.content, true));
             }
             Step::Delete { which } => {
                 let Some(number) = one_of(&self.alive(), which) else { return };
@@ -197,13 +198,6 @@ impl Life {
                 self.open();
             }
         }
-    }
-
-    /// Takes a snapshot of the volume, which has this content.
-    pub(super) fn take(&self, name: &str, content: Content) -> (String, Content, bool) {
-        let parameters = SnapshotParameters::default();
-        let taken = self.driver().snapshots.create(name, &self.volume, &parameters, &[]);
-        (taken.expect("a snapshot").id.to_string(), content, true)
     }
 
     /// Compares the answers about two snapshots with what was written, two tuples a message.

@@ -8,7 +8,7 @@ thread_local! {
     static SWITCH: Cell<Option<fn()>> = const { Cell::new(None) };
 }
 
-/// Calls `switch` at each operation of this thread of the system, in which a checker runs all threads of a model.
+/// Calls `switch` at each operation that this thread makes. The checker runs all threads of a model in one of the system.
 pub fn switch_at_each_operation(switch: fn()) {
     SWITCH.set(Some(switch));
 }
