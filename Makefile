@@ -141,7 +141,7 @@ backup-power: ## Cut the power of a machine with a repository on it and audit wh
 conformance-many: deps ## cbt-lab conformance with a million changes between two snapshots, on all pools and in both styles
 	hack/no-leaks.sh $(CARGO) test --locked --features failpoints --test suite -- million_ranges --include-ignored --nocapture --test-threads 1
 
-interleavings: ## Locks, queue, stream memory, deltas and transfers under a model checker: SCHEDULES=100000 of each kind, of each protocol
+interleavings: ## Locks, queue and stream memory under a model checker, SCHEDULES=100000 of each kind, and a hundredth as many lives of a driver
 	DELTAPATH_SCHEDULES=$(SCHEDULES) $(CARGO) test --locked --lib --features interleavings -- interleavings:: --nocapture
 
 deny: ## Licences, sources and known faults of the dependencies (needs cargo-deny, and a network for the list of faults)
