@@ -4,9 +4,9 @@
 //! - A reader that closes standard output (`| head`) has what it wanted: nothing is said of it, and the program ends as its work
 //!   ended. Output that cannot be written for another reason, such as a full disk, is an error in one line.
 //! - What cannot be said on standard error is lost, and nothing else.
-#![forbid(unsafe_code)]
 
 mod pages;
+mod signals;
 
 use std::error::Error;
 use std::ffi::OsStr;
@@ -15,14 +15,14 @@ use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::process::ExitCode;
 use std::str::FromStr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind as Wrong};
 use clap::{Arg, ArgMatches, Args, Command, Parser};
 use serde::Serialize;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+
+pub use self::signals::{Signals, at_signals};
 
 /// Text as a terminal may show it, on one line: what is in a repository, or the name of a file, may hold anything.
 pub fn plain(text: &str) -> String {
@@ -304,90 +304,6 @@ pub fn told(program: &str, printed: io::Result<()>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The signals that end a program in order: SIGINT, SIGTERM, and SIGHUP where the program was not started to ignore it, as by
-/// nohup.
-#[derive(Debug)]
-pub struct Signals {
-    /// Whether a signal came before there was a receiver for it: tokio drops such a signal.
-    early: bool,
-    interrupt: Signal,
-    terminate: Signal,
-    hangup: Option<Signal>,
-}
-
-impl Signals {
-    /// Watches from now on. Needs a runtime.
-    pub fn watch() -> io::Result<Self> {
-        Watched::begin()?.signals()
-    }
-
-    /// The next one.
-    pub async fn next(&mut self) {
-        if std::mem::take(&mut self.early) {
-            return;
-        }
-        let hangup = async {
-            match &mut self.hangup {
-                Some(hangup) => drop(hangup.recv().await),
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
-            () = hangup => {}
-        }
-    }
-}
-
-/// Signals are noted, and do not end the program any more. Their receivers follow.
-struct Watched {
-    came: Arc<AtomicBool>,
-    hangup: Option<SignalKind>,
-}
-
-impl Watched {
-    fn begin() -> io::Result<Self> {
-        let hangup = (!is_hangup_ignored()).then(SignalKind::hangup);
-        let came = Arc::<AtomicBool>::default();
-        for kind in hangup.into_iter().chain([SignalKind::interrupt(), SignalKind::terminate()]) {
-            signal_hook::flag::register(kind.as_raw_value(), came.clone())?;
-        }
-        Ok(Watched { came, hangup })
-    }
-
-    fn signals(self) -> io::Result<Signals> {
-        let hangup = self.hangup.map(signal).transpose()?;
-        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        Ok(Signals { early: self.came.load(Ordering::Relaxed), interrupt, terminate, hangup })
-    }
-}
-
-fn is_hangup_ignored() -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    // SIGHUP is the first.
-    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
-}
-
-/// For programs without a runtime: a thread of its own acts at each of these signals.
-pub fn at_signals(mut act: impl FnMut() + Send + 'static) -> io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut signals = {
-        let _entered = runtime.enter();
-        Signals::watch()?
-    };
-    let watch = move || {
-        runtime.block_on(async {
-            loop {
-                signals.next().await;
-                act();
-            }
-        });
-    };
-    std::thread::Builder::new().name("signals".into()).spawn(watch).map(drop)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -403,19 +319,5 @@ mod tests {
     #[test]
     fn one_thing_is_no_plural() {
         assert_eq!([0, 1, 2].map(|number| count(number, "backup")), ["0 backups", "1 backup", "2 backups"]);
-    }
-
-    /// Promise: a signal that comes while a program is made ready for signals ends it too.
-    #[tokio::test]
-    async fn a_signal_that_comes_early_is_not_lost() {
-        let watched = Watched::begin().expect("watch");
-        signal_hook::low_level::raise(SignalKind::terminate().as_raw_value()).expect("raise");
-        let mut signals = watched.signals().expect("watch");
-        let first = tokio::time::timeout(Duration::from_secs(20), signals.next()).await;
-        first.expect("it is lost");
-        let second = tokio::time::timeout(Duration::from_millis(50), signals.next()).await;
-        assert!(second.is_err(), "it counts twice");
-        signal_hook::low_level::raise(SignalKind::terminate().as_raw_value()).expect("raise");
-        signals.next().await;
     }
 }
