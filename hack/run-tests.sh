@@ -102,6 +102,9 @@ run_one() {
 export -f run_one
 
 plan >"$work/plan"
+[ -n "$filter" ] || grep -v '^#' hack/long-tests | grep . | while read -r pattern; do
+    grep -qE -e "$pattern" "$work/plan" || { echo "run-tests: no test is named as $pattern in hack/long-tests" >&2 && exit 2; }
+done
 if [ -n "${DELTAPATH_SHORT:-}" ] && [ -z "$filter" ]; then
     sed -nE "/$long/p" "$work/plan" | cut -f 3 | sed 's/.*/          &  left out: takes long/' | tee "$work/long"
     echo "0 0 $(wc -l <"$work/long")" >"$work/counts"

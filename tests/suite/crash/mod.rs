@@ -51,8 +51,7 @@ async fn a_kill_leaves_every_object_whole_or_absent(pool: PoolKind) {
     let mut scene = Scene::make(&mut rig).await;
     let mut random = fastrand::Rng::with_seed(1);
     let cases = cases();
-    let count =
-        asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(if testkit::is_short() { 2 } else { 3 } * cases.len());
+    let count = asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(2 * cases.len());
     let mut usual = vec![Duration::from_millis(20); cases.len()];
     for round in 0..count {
         let which = round % cases.len();
