@@ -9,6 +9,8 @@ use tonic::codegen::http::Response;
 
 use super::*;
 
+mod lives;
+
 /// A server that answers each call as its path says, on any number of connections.
 #[derive(Default)]
 struct Server {
