@@ -27,7 +27,8 @@ const SECTIONS: [&str; 9] = [
 ];
 
 /// Flags in the prose of pages that other programs and scripts have, or that are hidden.
-const OF_OTHERS: [&str; 28] = [
+const OF_OTHERS: [&str; 29] = [
+    "--all-features",
     "--api-versions",
     "--bench",
     "--chart",
