@@ -51,7 +51,7 @@ struct Watched {
     hangup: Option<SignalKind>,
 }
 
-/// Whether a signal came that nobody has looked at.
+/// Whether a signal came since this was last read.
 static CAME: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn note(_: c_int) {
@@ -59,8 +59,8 @@ extern "C" fn note(_: c_int) {
 }
 
 impl Watched {
-    /// tokio's crate first sets its handler, and then writes down what that has to do: a signal between the two is lost, unless
-    /// there was a handler before, which it calls too.
+    /// tokio (signal-hook-registry) sets its handler first, and then records what the handler is to do: a signal between the two is
+    /// lost. It also calls the handler that was there before, so ours notes that signal.
     fn begin() -> io::Result<Self> {
         // A second call would take tokio's handlers away.
         static NOTED: OnceLock<Result<Option<SignalKind>, Errno>> = OnceLock::new();

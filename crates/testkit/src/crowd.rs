@@ -65,7 +65,7 @@ impl Stranger {
 }
 
 /// Checks that ten thousand strangers of a kind keep a valid client from nothing: it is always answered within ten seconds, and once
-/// they are there, also within one. Not each time, since other tests may have the disk and the processor for as long. `ask` connects, asks, and
+/// they are there, at least once within one: other tests may have the disk and the processor for longer. `ask` connects, asks, and
 /// tells whether it got its answer; `false` where its connection was closed.
 pub async fn keeps_nobody_out(kind: Stranger, door: Door, mut ask: impl AsyncFnMut() -> bool) {
     let held = Arc::<AtomicUsize>::default();

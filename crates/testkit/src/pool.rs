@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A value of `--pool`.
+/// A value of `--pool`. Its number is its place in [`PoolKind::ALL`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolKind {
     /// btrfs, a subvolume for the bytes of each object: a copy takes constant time.

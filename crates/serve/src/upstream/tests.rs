@@ -125,6 +125,11 @@ async fn read_whole(mut answer: Answer) -> Result<usize, Error> {
     panic!("no trailers behind {bytes} bytes");
 }
 
+/// How many streams are open.
+fn streams(upstream: &Upstream) -> usize {
+    upstream.open.lock().iter().map(|one| one.state.streams.load(Ordering::Relaxed)).sum()
+}
+
 fn narrow() -> Upstream {
     Upstream::new(WideWindows::of(0), OFTEN)
 }
@@ -184,9 +189,7 @@ async fn answers_that_have_ended_and_are_not_read_hold_up_no_other() {
     for answer in unread {
         assert_eq!(read_whole(answer).await.expect("an answer"), NARROW as usize);
     }
-    let streams =
-        || upstream.open.lock().iter().map(|one| one.state.streams.load(Ordering::Relaxed)).sum::<usize>();
-    assert_eq!(streams(), 0);
+    assert_eq!(streams(&upstream), 0);
 }
 
 #[tokio::test]
@@ -287,7 +290,7 @@ fn clients_that_go_at_once_end_no_other_stream() {
         assert_eq!(read_whole(other).await.expect("an answer"), 1_000_000);
         // They are taken back then.
         let until = Instant::now() + Duration::from_secs(20);
-        while upstream.open.lock().iter().any(|one| one.state.streams.load(Ordering::Relaxed) > 0) {
+        while streams(&upstream) > 0 {
             assert!(Instant::now() < until, "streams of clients that are gone stay");
             sleep(Duration::from_millis(50)).await;
         }

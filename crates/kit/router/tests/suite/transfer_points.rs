@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use csi_client::{from_snapshot, from_volume};
 use proto::VolumeContentSource;
+use testkit::PoolKind;
 use testkit::cluster::{Cluster, eventually, patiently};
 use testkit::content::Content;
 use testkit::orders::{Cut, Orders};
-use testkit::{POOLS, PoolKind};
 
 use crate::transfers::{assert_same, data, later_deltas_are_exact, on, staging, written};
 
@@ -111,7 +111,7 @@ async fn a_death_before_any_step_of_a_transfer_costs_no_byte(pool: PoolKind) {
     let orders = [SOURCE, TARGET].map(|node| Orders::new(cluster.nodes[node].rig.dir.path()));
     let original = data(&cluster, SOURCE, "snapshots", &second);
     let mut lab = Lab { cluster, pool, content, original, orders, names: 0, deaths: 0 };
-    let place = POOLS.iter().position(|other| *other == pool).expect("a pool") as u64;
+    let place = pool as u64;
     // From nothing, and of a volume, of which the source makes a copy first.
     lab.series(&from_snapshot(&second), 1 + place).await;
     lab.series(&from_volume(&origin), 4 + place).await;
