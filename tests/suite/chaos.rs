@@ -137,7 +137,8 @@ async fn many_clients_doing_anything_leave_a_driver_that_is_well() {
     let known = known.lock().expect("names").clone();
     clear(&mut rig, &known).await;
     testkit::no_device_left(&rig.pool_dir());
-    for dir in ["volumes", "snapshots", "groups", "staging"] {
+    crate::faults::assert_nothing_half_made(&rig).await;
+    for dir in ["volumes", "snapshots", "groups"] {
         let left = names(&rig.pool_dir().join(dir));
         assert!(left.is_empty(), "{dir} holds {left:?}");
     }

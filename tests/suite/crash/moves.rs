@@ -82,9 +82,8 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
         if round == 0 {
             rig.client.delete_volume(&volumes[1]).await.expect("delete the second");
         }
-        for dir in ["staging", "groups"] {
-            assert_eq!(names(&rig.pool_dir().join(dir)), Vec::<String>::new(), "{dir}, round {round}");
-        }
+        crate::faults::assert_nothing_half_made(&rig).await;
+        assert_eq!(names(&rig.pool_dir().join("groups")), Vec::<String>::new(), "round {round}");
     }
     assert!(!rig.log().contains("could not be removed"), "{}", rig.log());
     rig.finish();

@@ -180,7 +180,7 @@ async fn a_bad_block_costs_what_lies_on_it(#[values(PoolKind::Dir, PoolKind::Xfs
         }
         refused => is_refused(refused, Code::Internal, &["Input/output error", "the disk failed"]),
     }
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     let seen = testkit::verify(&rig.data_dir());
     assert!(seen.status.code() == Some(1) && said(&seen).contains(&damaged.base.0), "{seen:?}");
 
@@ -233,7 +233,7 @@ async fn a_bad_block_in_a_volume(#[case] pool: PoolKind) {
     match pool {
         PoolKind::Dir => {
             is_refused(taken, Code::Internal, &["Input/output error"]);
-            assert_nothing_half_made(&rig);
+            assert_nothing_half_made(&rig).await;
             assert_eq!(listed(&rig).await.1, Vec::<String>::new());
             lost_block(&rig, &volume, &data).await;
             // The block can be read again after it is written.

@@ -141,7 +141,7 @@ async fn emptied(pool: PoolKind, mib: i64, way: Way, seed: u64) {
     }
     delete_all(&mut rig, made, seed).await;
     assert_eq!(listed(&rig).await, (vec![], vec![]));
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     until(&format!("{context}: the space comes back"), || {
         sync_fs(&rig.pool_dir());
         free(&rig) >= at_first / 20 * 19
@@ -205,7 +205,7 @@ async fn a_pool_on_a_full_disk_is_emptied(#[values(PoolKind::Btrfs, PoolKind::Xf
     }
     delete_all(&mut rig, made, 3).await;
     assert_eq!(listed(&rig).await, (vec![], vec![]));
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     probe(&rig).await.expect("it takes writes");
     super::pool_full::finish(rig, Some(disk));
 }
@@ -228,7 +228,7 @@ async fn many_are_deleted_at_once_from_a_full_pool(pool: PoolKind) {
     for deleted in calls.join_all().await {
         deleted.expect("DeleteVolume on a full pool");
     }
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     ballast.remove();
     let (volume, _) = rig.block_volume("after", MIB).await;
     rig.detach(&volume).await;
@@ -282,7 +282,7 @@ async fn a_full_btrfs_pool_of_an_earlier_version_is_emptied_after_an_upgrade() {
     for id in &ids {
         rig.client.delete_volume(id).await.expect("DeleteVolume on a full pool");
     }
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     rig.volume("after", 64 * MIB, block_capability()).await;
     rig.restart().await;
     assert_eq!(listed(&rig).await.0.len(), 1);

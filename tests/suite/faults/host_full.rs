@@ -55,7 +55,7 @@ async fn a_full_disk_below_an_image(#[case] pool: PoolKind, #[case] end: End) {
             is_refused(refused, Code::ResourceExhausted, &["free space on it"]);
         }
         assert_eq!(listed(&rig).await, before_it);
-        assert_nothing_half_made(&rig);
+        assert_nothing_half_made(&rig).await;
     }
     probe(&rig).await.expect("nothing is broken yet");
 

@@ -119,7 +119,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     };
     for _ in 0..3 {
         failing(&mut rig).await;
-        assert_nothing_half_made(&rig);
+        assert_nothing_half_made(&rig).await;
         assert_eq!(listed(&rig).await, before_it);
     }
     assert_eq!(rig.changed(&base, &target).await, after.changed_since(&before, BLOCK));
@@ -188,7 +188,7 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
         }
     }
     assert_eq!(listed(&rig).await, (vec![], vec![]));
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     ballast.remove();
     for dir in ["volumes", "snapshots"] {
         assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
@@ -210,7 +210,7 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     let detach = requests::detach(&volume, "");
     controller.controller_unpublish_volume(detach).await.expect("detach on a full pool");
     rig.client.delete_volume(&volume).await.expect("delete");
-    assert_nothing_half_made(rig);
+    assert_nothing_half_made(rig).await;
     ballast.remove();
 }
 

@@ -82,7 +82,7 @@ async fn a_read_only_pool_is_read_and_nothing_else(pool: PoolKind) {
     assert_eq!(health(&rig, &volume).await, []);
     assert_eq!(unwell(&rig, 0).await, []);
     assert!(!storage(&rig).await.iter().any(|reported| reported.reason == "PoolReadOnly"));
-    assert_nothing_half_made(&rig);
+    assert_nothing_half_made(&rig).await;
     rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await.expect("create");
     let third = rig.snapshot("third", &volume).await;
     rig.client.expand_volume(&volume, 96 * MIB).await.expect("expand");
