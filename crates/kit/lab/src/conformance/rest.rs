@@ -3,7 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::answer::{Answer, name};
+use tonic::Status;
+
+use super::answer::{Answer, Messages, name};
 use super::ranges::Ranges;
 use super::subject::{Kind, Prepared, Subject};
 use super::verdict::{Verdict, Wrong};
@@ -16,10 +18,21 @@ pub(super) async fn overdue<S: Subject>(
     options: &Options,
     read: usize,
 ) -> Result<Answer, Wrong> {
-    let deadline = Instant::now() + Duration::from_millis(options.timeout_ms.unwrap_or(0));
-    let late = deadline + Duration::from_millis(20);
+    let begun = Instant::now();
     let opened = S::open(client, question, options).await;
-    Answer::read_slowly(opened, &name(question, options), |messages| match messages == read {
+    read_late(opened, begun, &name(question, options), options, read).await
+}
+
+/// Reads a stream that was opened at `begun`, all but the first messages after its deadline.
+async fn read_late(
+    opened: Result<impl Messages, Status>,
+    begun: Instant,
+    call: &str,
+    options: &Options,
+    read: usize,
+) -> Result<Answer, Wrong> {
+    let late = begun + Duration::from_millis(options.timeout_ms.unwrap_or(0) + 20);
+    Answer::read_slowly(opened, call, |messages| match messages == read {
         true => late.saturating_duration_since(Instant::now()),
         false => Duration::ZERO,
     })
@@ -95,8 +108,10 @@ pub(super) fn not_shown<S: Subject>(rests: &[Rest], what: &str) -> Verdict {
 
 /// How long a stream is left alone at least, besides the time that reading it to its end takes.
 const WAIT: Duration = Duration::from_millis(500);
-/// Factor of the second wait. A driver that was held up during the first one is not taken for one that waits.
+/// Factor of each wait beside the one before it.
 const AGAIN: u32 = 4;
+/// How many waits there are at most.
+const WAITS: u32 = 4;
 
 /// The shortest rest of an answer about the dense volume whose stream waits for its reader; else the longest. It is found once, for
 /// it takes time and has nothing to do with what is done then.
@@ -122,19 +137,34 @@ impl Held {
 
 /// Whether a stream that no one reads is still open when the driver has had the time to send all of it: then it waits for its
 /// reader, however long that takes. A deadline shows it, for it ends only what is open.
+///
+/// A driver that is held up is not taken for one that waits: a deadline counts only if the same answer, asked for later, was
+/// read to its end before it, and there are two of them.
 async fn waits_for_its_reader<S: Subject>(subject: &S, rest: &Rest) -> Result<bool, Wrong> {
-    let mut client = subject.narrow().await?;
+    let (mut client, mut reader) = (subject.narrow().await?, subject.narrow().await?);
     let options = rest.options(subject);
+    let call = name(&rest.question, &options);
     let opened = Instant::now();
     let whole = S::read(&mut client, &rest.question, &options).await?;
     whole.ok(&rest.question, &options)?;
-    let wait = WAIT + opened.elapsed();
-    for wait in [wait, AGAIN * wait] {
-        let options = Options { timeout_ms: Some(wait.as_millis() as u64), ..options.clone() };
-        let answer = overdue::<S>(&mut client, &rest.question, &options, 1).await?;
-        if !is_cut_inside(&answer, rest.messages) {
+    let first = WAIT + opened.elapsed();
+    let mut seen = 0;
+    for wait in (0..WAITS).map(|number| AGAIN.pow(number) * first) {
+        let until = Options { timeout_ms: Some(wait.as_millis() as u64), ..options.clone() };
+        let begun = Instant::now();
+        let stalled = S::open(&mut client, &rest.question, &until).await;
+        let read = async {
+            let answer = S::read(&mut reader, &rest.question, &options).await?;
+            answer.ok(&rest.question, &options).map(|_| begun.elapsed())
+        };
+        let (stalled, read) = tokio::join!(read_late(stalled, begun, &call, &until, 1), read);
+        if !is_cut_inside(&stalled?, rest.messages) {
             return Ok(false);
         }
+        seen += u32::from(read? < wait);
+        if seen == 2 {
+            return Ok(true);
+        }
     }
-    Ok(true)
+    Ok(false)
 }
