@@ -100,8 +100,8 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
             spread(&rates(&quiet), per_second),
             spread(&syncs(&quiet), ms)
         ),
-        must: "85 %; 2 x",
-        holds: share >= 0.85 && slower <= 2.0,
+        must: "85 %; 1.5 x",
+        holds: share >= 0.85 && slower <= 1.5,
     });
     for id in [hashed, other] {
         rig.detach(&id).await;

@@ -10,6 +10,7 @@ use crate::driver::error::{Error, Result};
 use crate::driver::snapshots::hashing::run::{Hashing, Helpers, with};
 use crate::driver::snapshots::history::hold::header;
 use crate::store::SnapshotRecord;
+use crate::sys::clone;
 use base::ObjectDir;
 use cbt::{Allocation, HashFile, HashReader, MapFile, MapHeader, MapWriter, SegmentIndex, ToHash};
 use files::Context;
@@ -79,6 +80,8 @@ impl Hashing {
         }
         let path = dir.data();
         let data = File::open(&path).context("open", &path)?;
+        // Hashing asks for what it reads next by itself, unless it gives way.
+        clone::turn_off_readahead(&data);
         let also = data.try_clone().context("open", &path)?;
         let allocated = self.histories.healed(record, stop, || MapFile::open(&dir.allocated()))?;
         let allocated = Allocation::new(allocated, Some(also), &path);
