@@ -58,6 +58,7 @@ pub fn start_reading(file: &File, range: ByteRange) {
 }
 
 /// Turns off the kernel's readahead for this descriptor. btrfs reads 4 MiB ahead, and the fsyncs of others wait for that.
+/// Advice, as above.
 pub fn turn_off_readahead(file: &File) {
     let _ = posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
 }
@@ -67,8 +68,6 @@ pub fn turn_off_readahead(file: &File) {
 /// A page that was read of space that was never written makes xfs take that space for data (lseek(2), SEEK_DATA), though
 /// it holds zeros.
 pub fn read_only_what_is_asked(file: &File, path: &Path) -> Result<()> {
-    for advice in [PosixFadviseAdvice::POSIX_FADV_DONTNEED, PosixFadviseAdvice::POSIX_FADV_RANDOM] {
-        posix_fadvise(file, 0, 0, advice).context("drop the cache of", path)?;
-    }
-    Ok(())
+    turn_off_readahead(file);
+    posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).context("drop the cache of", path)
 }

@@ -247,7 +247,7 @@ async fn space_is_measured_without_get_capacity() {
     let free = || deltapath::sys::space(&pool).expect("statvfs").available;
     let at_first = free();
     for (flags, expected) in [(&flags[..4], 0), (&flags, 4)] {
-        // xfs frees what the run before deleted behind, and the next one would take that for its own.
+        // xfs frees in the background what the run before deleted, 8 MiB and more, and this run would count it as its own.
         eventually("what was deleted is freed", async || free() + (4 << 20) >= at_first).await;
         let (code, result) = run(&socket, flags).await;
         assert_eq!(code, Some(0), "{result:#}");

@@ -101,10 +101,15 @@ pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[
     false
 }
 
-/// Checks that nothing half-made stays: no draft beside a record, and nothing in `staging/`, where for a moment may be what
-/// the hashing thread frees.
+/// Checks that nothing half-made stays: no draft beside a record, and nothing in `staging/`. What the hashing thread frees is there
+/// for a moment.
 pub async fn assert_nothing_half_made(rig: &Rig) {
-    until("staging/ is empty", || names(&rig.pool_dir().join("staging")).is_empty()).await;
+    let staging = rig.pool_dir().join("staging");
+    let deadline = std::time::Instant::now() + testkit::PATIENCE;
+    while !names(&staging).is_empty() && std::time::Instant::now() < deadline {
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    assert_eq!(names(&staging), Vec::<String>::new(), "half-made objects");
     for kind in ["volumes", "snapshots"] {
         for id in names(&rig.pool_dir().join(kind)) {
             let found = names(&rig.pool_dir().join(kind).join(&id));

@@ -80,7 +80,7 @@ impl Hashing {
         }
         let path = dir.data();
         let data = File::open(&path).context("open", &path)?;
-        // Hashing asks for what it reads next by itself, unless it gives way.
+        // Hashing itself asks for what it reads next, except while it gives way.
         clone::turn_off_readahead(&data);
         let also = data.try_clone().context("open", &path)?;
         let allocated = self.histories.healed(record, stop, || MapFile::open(&dir.allocated()))?;

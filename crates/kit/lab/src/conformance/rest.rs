@@ -23,7 +23,7 @@ pub(super) async fn overdue<S: Subject>(
     read_late(opened, begun, &name(question, options), options, read).await
 }
 
-/// Reads a stream that was opened at `begun`, all but the first messages after its deadline.
+/// Reads a stream that was opened at `begun`, all but the first `read` messages after its deadline.
 async fn read_late(
     opened: Result<impl Messages, Status>,
     begun: Instant,
@@ -108,7 +108,7 @@ pub(super) fn not_shown<S: Subject>(rests: &[Rest], what: &str) -> Verdict {
 
 /// How long a stream is left alone at least, besides the time that reading it to its end takes.
 const WAIT: Duration = Duration::from_millis(500);
-/// Factor of each wait beside the one before it.
+/// Each wait is this many times as long as the one before.
 const AGAIN: u32 = 4;
 /// How many waits there are at most.
 const WAITS: u32 = 4;
