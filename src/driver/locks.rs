@@ -120,7 +120,7 @@ impl Drop for OpGuard {
     }
 }
 
-#[cfg(all(test, not(feature = "interleavings")))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

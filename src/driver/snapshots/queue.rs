@@ -355,5 +355,5 @@ pub(in crate::driver) enum Next {
     Stop,
 }
 
-#[cfg(all(test, not(feature = "interleavings")))]
+#[cfg(test)]
 mod tests;

@@ -95,13 +95,13 @@ pub struct Stride {
 }
 
 impl Stride {
-    /// Every point if a number of rounds is set, as by `make crash`. Otherwise one point in six times `parts`, in `make test` in
+    /// Every point if a number of rounds is set, as by `make crash`. Otherwise one point in nine times `parts`, in `make test` in
     /// twelve times, and different points in the next series and on the next pool.
     pub fn of(pool: PoolKind, series: usize, parts: usize) -> Self {
         if wanted().is_some() {
             return Stride { first: 1, step: 1 };
         }
-        let parts = if testkit::is_short() { 4 * parts } else { 2 * parts };
+        let parts = if testkit::is_short() { 4 * parts } else { 3 * parts };
         let step = (POOLS.len() * parts) as u64;
         Stride { first: 1 + (pool as usize * parts + series) as u64 % step, step }
     }
@@ -280,7 +280,7 @@ async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
 #[apply(every_pool)]
 async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing(pool: PoolKind) {
     let mut run = CutRun::on_full_pool(pool, "full-kill-points").await;
-    let step = if wanted().is_some() { 1 } else { 2 };
+    let step = if wanted().is_some() { 1 } else { 3 };
     let stride = Stride { first: 1 + pool as u64 % step, step };
     for case in cases().iter().filter(|case| ["DeleteSnapshot", "DeleteGroup"].contains(&case.name)) {
         run.series(case, Cut::Kill, stride).await;

@@ -40,11 +40,10 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-#[apply(device_cases)]
-#[case(2, "variable")]
-#[case(3, "fixed")]
-async fn a_cluster_conforms(#[case] nodes: usize, #[case] style: &str) {
-    let cluster = Cluster::start(PoolKind::Xfs, nodes, &["--block-metadata-type", style]).await;
+/// Of the two styles that in which each case applies. Deltas of the other one through a router: tests/suite/property.rs.
+#[apply(device_test)]
+async fn a_cluster_conforms() {
+    let cluster = Cluster::start(PoolKind::Xfs, 3, &["--block-metadata-type", "fixed"]).await;
     let socket = cluster.dir.path().join("front.sock");
     let serving = front(&cluster, &socket).await;
     let mut command = tokio::process::Command::new(testkit::program("cbt-lab"));
@@ -62,7 +61,7 @@ async fn a_cluster_conforms(#[case] nodes: usize, #[case] style: &str) {
     assert_eq!(output.status.code(), Some(0), "{report:#}");
     let cases = report["cases"].as_array().expect("cases");
     let other: Vec<&Value> = cases.iter().filter(|case| case["verdict"] != "pass").collect();
-    eprintln!("cbt-lab conformance through the router to {nodes} nodes: {} cases", cases.len());
+    eprintln!("cbt-lab conformance through the router to three nodes: {} cases", cases.len());
     assert!(cases.len() > 50, "only {} cases", cases.len());
     // A base that was deleted may be refused, and ours answers: allowed, and noted. 64 MiB hold no million ranges.
     let may = [
@@ -77,9 +76,6 @@ async fn a_cluster_conforms(#[case] nodes: usize, #[case] style: &str) {
         ("cloned-meanwhile", "not-shown"),
         ("modified-between", "not-shown"),
     ];
-    // Extents have no size in common; the other style is for these cases.
-    let fixed = [("allocated-fixed-size", "skip"), ("delta-fixed-size", "skip")];
-    let may = [&may[..], if style == "variable" { &fixed } else { &[] }].concat();
     let is_one = |case: &&Value| may.contains(&(text(&case["name"]), text(&case["verdict"])));
     assert!(other.iter().all(is_one), "{other:#?}");
     let mut client = cluster.client();
