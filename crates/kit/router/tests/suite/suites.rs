@@ -40,7 +40,7 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-/// Of the two styles that in which each case applies. Deltas of the other one through a router: tests/suite/property.rs.
+/// In the style that all cases apply to. For the other one tests/suite/property.rs compares deltas through a router.
 #[apply(device_test)]
 async fn a_cluster_conforms() {
     let cluster = Cluster::start(PoolKind::Xfs, 3, &["--block-metadata-type", "fixed"]).await;
