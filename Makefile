@@ -68,7 +68,7 @@ demo: deps ## Play a full and an incremental backup on a real loop device
 fmt: ## Format the code
 	$(CARGO) fmt --all
 
-# One run sees everything: without these features a function and the names of std's locks are others, and release builds have those.
+# One run sees everything but two pieces that release builds have: a function without failpoints, and the imports of std's locks.
 lint: ## Formatting, clippy, and the sentences of the pages; warnings are errors
 	@hack/plain-english.sh
 	$(CARGO) fmt --all --check

@@ -26,7 +26,7 @@ const NAMES: NameSet = NameSet {
 
 /// How long the test runs; `DELTAPATH_CHAOS_SECONDS` sets another time.
 fn seconds() -> u64 {
-    std::env::var("DELTAPATH_CHAOS_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(20)
+    testkit::asked("DELTAPATH_CHAOS_SECONDS").unwrap_or(20)
 }
 
 /// Makes random calls until `end`. Returns the RPC, the code and the message of each.

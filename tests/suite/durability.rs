@@ -14,7 +14,7 @@ use testkit::{Beside, MIB, PoolKind, Rig, fsck, root_of};
 
 /// Rounds per pool; `DELTAPATH_FSCK_ROUNDS` sets another number.
 fn rounds() -> usize {
-    std::env::var("DELTAPATH_FSCK_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(30)
+    testkit::asked("DELTAPATH_FSCK_ROUNDS").unwrap_or(30)
 }
 
 /// A small database. It appends numbered records to a log, syncs each before it counts as written, and makes, renames and

@@ -19,8 +19,7 @@ const WRITERS: u64 = 4;
 const CAPACITY: u64 = WRITERS * WRITER_BYTES;
 
 fn copies() -> u64 {
-    let text = std::env::var("DELTAPATH_ORDER_COPIES").unwrap_or_else(|_| "25".into());
-    text.parse().unwrap_or_else(|_| panic!("DELTAPATH_ORDER_COPIES={text} is not a number"))
+    testkit::asked("DELTAPATH_ORDER_COPIES").unwrap_or(25)
 }
 
 fn no_rest(_: u64) -> Duration {

@@ -379,7 +379,7 @@ fn any_life_gives_exact_deltas(
     #[case] style: &'static str,
 ) {
     let runtime = Runtime::new().expect("runtime");
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(15);
+    let cases = testkit::asked("PROPTEST_CASES").unwrap_or(15);
     let mut runner = TestRunner::new(Config {
         cases,
         failure_persistence: None,

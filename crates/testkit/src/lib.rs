@@ -102,12 +102,16 @@ fn beside_the_test(path: &str, arguments: Option<[&str; 4]>) -> PathBuf {
 
 /// The seed of a test's random choices, which it prints: with the same `DELTAPATH_SEED` it makes the same choices again.
 pub fn seed(test: &str) -> u64 {
-    let given = std::env::var("DELTAPATH_SEED").ok();
-    let given =
-        given.map_or_else(|| fastrand::u64(..), |seed| seed.parse().expect("DELTAPATH_SEED is a number"));
+    let given = asked("DELTAPATH_SEED").unwrap_or_else(|| fastrand::u64(..));
     println!("{test}: DELTAPATH_SEED={given}");
     // Each test makes choices of its own.
     test.bytes().fold(given, |seed, byte| fastrand::Rng::with_seed(seed ^ u64::from(byte)).u64(..))
+}
+
+/// The number in an environment variable by which a person asks for longer or shorter tests.
+pub fn asked<N: std::str::FromStr>(variable: &str) -> Option<N> {
+    let given = std::env::var(variable).ok()?;
+    Some(given.parse().unwrap_or_else(|_| panic!("{variable} is {given:?}: set it to a number")))
 }
 
 /// Whether this is `make test`, which has short forms of what takes long.

@@ -32,15 +32,10 @@ use cases::{Case, cases};
 use scene::Scene;
 use tally::Tally;
 
-use testkit::{PoolKind, Rig};
+use testkit::{PoolKind, Rig, asked};
 
 /// The flags that all calls here need.
 const FLAGS: [&str; 1] = ["--enable-attach"];
-
-/// A number from an environment variable that sets more rounds than `make test` has.
-fn asked(variable: &str) -> Option<usize> {
-    std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} is {text:?}")))
-}
 
 /// Kills the driver at random moments, from the beginning of a call until a little after its usual end.
 /// `DELTAPATH_CRASH_ROUNDS` sets another number of rounds.

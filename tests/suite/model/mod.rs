@@ -42,7 +42,7 @@ const RETAINED: usize = 2;
 
 /// The number of lives of each kind, with and without `--enable-attach`; `DELTAPATH_MODEL_CASES` sets another number.
 fn cases() -> u32 {
-    std::env::var("DELTAPATH_MODEL_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(7)
+    testkit::asked("DELTAPATH_MODEL_CASES").unwrap_or(7)
 }
 
 /// `routed`: the number of drivers behind a router; `None` for a driver without a router.

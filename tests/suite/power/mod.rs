@@ -38,7 +38,7 @@ const RETAINED: usize = 1000;
 
 /// The number of cuts of all machines together; `DELTAPATH_POWER_CUTS` sets another number.
 fn cuts() -> usize {
-    std::env::var("DELTAPATH_POWER_CUTS").ok().and_then(|cuts| cuts.parse().ok()).unwrap_or(42)
+    testkit::asked("DELTAPATH_POWER_CUTS").unwrap_or(42)
 }
 
 /// Runs a machine from its first start until its power was cut `count` times.

@@ -123,7 +123,7 @@ fn auto(place: &Place, volume: &Place, driver: &Driver, handle: &str) -> Command
 #[test_with::root]
 #[test]
 fn what_was_reported_outlives_the_power(#[values("ext4", "xfs", "btrfs")] filesystem: &str) {
-    let wanted = std::env::var("DELTAPATH_BACKUP_CUTS").map_or(6, |cuts| cuts.parse().expect("a number"));
+    let wanted = testkit::asked("DELTAPATH_BACKUP_CUTS").unwrap_or(6);
     let (mut place, driver) = Driver::anew();
     let rack = Rack::start(&place.path("rack"), DISK);
     let at = place.path("disk");

@@ -97,8 +97,7 @@ fn play_many(first: u64, count: u64) -> BTreeMap<&'static str, u64> {
 /// complete or refused. What docs/router.md allows is counted.
 #[test]
 fn nothing_is_lost_doubled_or_late_in_random_lives() {
-    let asked = std::env::var("DELTAPATH_LIVES").ok().and_then(|lives| lives.parse().ok());
-    let lives = asked.unwrap_or(if testkit::is_short() { 20 } else { 100 });
+    let lives = testkit::asked("DELTAPATH_LIVES").unwrap_or(if testkit::is_short() { 20 } else { 100 });
     let seed = testkit::seed("simulation");
     let begun = std::time::Instant::now();
     let counts = play_many(seed, lives);
@@ -119,6 +118,6 @@ fn nothing_is_lost_doubled_or_late_in_random_lives() {
 
 #[test]
 fn a_life_of_a_seed_is_the_same_again() {
-    let seed = std::env::var("DELTAPATH_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(7);
+    let seed = testkit::asked("DELTAPATH_SEED").unwrap_or(7);
     assert_eq!(play(seed).trace, play(seed).trace);
 }

@@ -15,8 +15,7 @@ const POOLS: usize = testkit::POOLS.len();
 
 #[apply(every_pool)]
 async fn kills_at_any_moment_leave_the_whole_volume_or_none(pool: PoolKind) {
-    let kills = std::env::var("DELTAPATH_TRANSFER_KILLS").ok();
-    let kills = kills.map_or(KILLS, |kills| kills.parse().expect("a number of kills")).div_ceil(POOLS);
+    let kills = testkit::asked("DELTAPATH_TRANSFER_KILLS").unwrap_or(KILLS).div_ceil(POOLS);
     let mut random =
         fastrand::Rng::with_seed(testkit::seed(&format!("kills of transfers on {}", pool.name())));
     let mut done = 0;
