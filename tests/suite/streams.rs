@@ -284,7 +284,7 @@ const STREAMS_REST: u64 = 16 << 20;
 /// The incident: 200 streams on blocks of 4 MiB took 1.6 GB, since each held two of its blocks until its end.
 #[apply(device_test)]
 async fn large_blocks_take_no_more_memory(rig: Rig<Xfs>) {
-    let (first, second, _) = needle_in(&mut rig, 256, "4Mi").await;
+    let (first, second, _) = needle_in(&mut rig, 64, "4Mi").await;
     let idle = memory_of(rig.pid());
     let mut streams = tokio::task::JoinSet::new();
     for _ in 0..200 {

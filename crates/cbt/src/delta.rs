@@ -38,6 +38,8 @@ pub struct Side {
     pub data_path: PathBuf,
     /// Hashes that `pending` does not vouch for yet; `None` where it is empty.
     pub fresh: Option<Arc<FreshHashes>>,
+    /// How often slots had been written when the page of hashes that is kept was read, at least.
+    writes: u64,
 }
 
 impl Side {
@@ -57,6 +59,7 @@ impl Side {
         let is_hashed = pending.as_ref().is_some_and(|pending| pending.indexes().next().is_none());
         Ok(Side {
             fresh: (!is_hashed).then_some(fresh),
+            writes: 0,
             allocated: Allocation::new(MapFile::open(&dir.allocated())?, also, &data_path),
             pending,
             hashes: HashReader::new(HashFile::open(&dir.hashes())?),
@@ -92,11 +95,13 @@ impl Side {
             return Ok(Content::Hole);
         }
         if segment.pending.contains(within) {
-            if !self.fresh.as_ref().is_some_and(|fresh| fresh.is_written(block)) {
+            let Some(writes) = self.fresh.as_ref().and_then(|fresh| fresh.written(block)) else {
                 return Ok(Content::NotHashed);
-            }
+            };
             // The page may have been read before its slot was written.
-            self.hashes.park();
+            if writes != std::mem::replace(&mut self.writes, writes) {
+                self.hashes.park();
+            }
             return Ok(self.hashes.get_if_readable(block)?.map_or(Content::NotHashed, Content::Hashed));
         }
         match (self.hashes.get_with_next(block, next)?, &self.data) {

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use roaring::RoaringBitmap;
@@ -31,8 +31,8 @@ impl FreshTable {
     pub fn of(&self, id: &SnapshotId) -> Arc<FreshHashes> {
         let mut table = self.of.lock();
         let new = || {
-            let (state, is_written) = Default::default();
-            Arc::new(FreshHashes { state, is_written, memory: self.memory.clone() })
+            let (state, writes) = Default::default();
+            Arc::new(FreshHashes { state, writes, memory: self.memory.clone() })
         };
         table.entry(id.clone()).or_insert_with(new).clone()
     }
@@ -47,8 +47,8 @@ impl FreshTable {
 #[derive(Debug, Default)]
 pub struct FreshHashes {
     state: Mutex<State>,
-    /// Whether hashing has written any, so that streams need no lock where it has not.
-    is_written: AtomicBool,
+    /// How often hashing has written slots, so that streams need no lock where it has not.
+    writes: AtomicU64,
     /// Bytes that those of all snapshots take.
     memory: Arc<AtomicUsize>,
 }
@@ -112,14 +112,19 @@ impl FreshHashes {
             let first = locate(run.start).1;
             written.insert_range(first..first + (run.end - run.start) as u32);
         }
-        self.is_written.store(true, Ordering::Release);
+        self.writes.fetch_add(1, Ordering::Release);
     }
 
-    /// Whether the slot of a block was written since `pending` was opened, or before.
-    pub(super) fn is_written(&self, block: Block) -> bool {
+    /// Whether the slot of a block was written since `pending` was opened, or before. `Some` is the number of writes till now: a page
+    /// that is read after it was returned holds the slots of them all.
+    pub(super) fn written(&self, block: Block) -> Option<u64> {
+        if self.writes.load(Ordering::Acquire) == 0 {
+            return None;
+        }
         let (index, within) = locate(block);
-        self.is_written.load(Ordering::Acquire)
-            && self.state.lock().written.get(&index).is_some_and(|written| written.contains(within))
+        let state = self.state.lock();
+        let is_written = state.written.get(&index).is_some_and(|written| written.contains(within));
+        is_written.then(|| self.writes.load(Ordering::Relaxed))
     }
 
     /// Forgets which slots were written, unless a stream may ask for them: hashing begins a step, and those of the
@@ -130,7 +135,7 @@ impl FreshHashes {
         }
         let mut state = self.state.lock();
         state.written.clear();
-        self.is_written.store(false, Ordering::Release);
+        self.writes.store(0, Ordering::Release);
         let bytes = state.bytes - state.made.len() * MADE;
         self.release(&mut state, bytes);
     }
@@ -159,19 +164,19 @@ mod tests {
         assert_eq!(table.memory.load(Ordering::Relaxed), MEMORY);
         table.of(&other).make(Block(0), [1; 32]);
         table.of(&other).wrote(SegmentIndex(0), &[BlockRange::new(0, 9)]);
-        assert!(!table.of(&other).is_written(Block(0)), "there is no memory left");
+        assert_eq!(table.of(&other).written(Block(0)), None, "there is no memory left");
         let taken = table.of(&one).take(SegmentIndex(0), &(0..most as u32 / 2).collect());
         assert_eq!(taken.len() as u64, most / 2);
         table.of(&other).wrote(SegmentIndex(0), &[BlockRange::new(3, 9)]);
-        let is_written = |block| table.of(&other).is_written(Block(block));
-        assert_eq!([2, 3, 8, 9].map(is_written), [false, true, true, false]);
+        let written = |block| table.of(&other).written(Block(block));
+        assert_eq!([2, 3, 8, 9].map(written), [None, Some(1), Some(1), None]);
         // A stream that holds them needs what was written before.
         let (hashing, stream) = (table.of(&other), table.of(&other));
         hashing.begin_step();
-        assert!(is_written(3));
+        assert_eq!(written(3), Some(1));
         drop(stream);
         hashing.begin_step();
-        assert!(!is_written(3));
+        assert_eq!(written(3), None);
         drop(hashing);
         table.forget(&one);
         table.forget(&other);

@@ -88,6 +88,11 @@ impl Fake {
         work(&to_hash, &Stop::default());
     }
 
+    fn write(&self, block: u64, content: u8) {
+        let data = File::options().write(true).open(ObjectDir::new(self.dir.path()).data()).expect("open");
+        data.write_all_at(&[content; 4096], block * 4096).expect("write");
+    }
+
     /// Writes other data over all of it: whoever reads it is misled.
     fn spoil(&self) {
         let path = ObjectDir::new(self.dir.path()).data();
@@ -359,21 +364,30 @@ fn what_a_stream_has_hashed_is_not_read_again_by_hashing() {
 
 #[test]
 fn what_hashing_has_written_meanwhile_is_not_read_again_by_a_stream() {
-    let contents = [(1, Some(1)), (2, Some(2)), (3, Some(3))];
-    let base = Fake::new(&[(1, Some(1)), (2, Some(1)), (3, Some(1))], &[], None);
+    let pending = [1, 2, 3, 5, 6];
+    let contents = [(1, Some(1)), (2, Some(2)), (3, Some(3)), (5, Some(1)), (6, Some(6))];
+    let base = Fake::new(&pending.map(|block| (block, Some(1))), &[], None);
     // A clone has brought the slots of an older snapshot along, and the stream has read their page.
-    let target = Fake::new(&contents, &[1, 2, 3], Some(1));
+    let target = Fake::new(&contents, &pending, Some(1));
     let fresh = Arc::default();
     let mut side = target.side_with(&fresh);
     assert_eq!(side.hashes.get(Block(3)).expect("get"), Some(hash_block(&[1; 4096])));
-    let maps = vec![changed(base.dir.path(), &[1, 2, 3])];
+    let maps = vec![changed(base.dir.path(), &[1, 2, 3, 5, 6])];
     let mut scan = DeltaScan::new(base.side(), side, Some(maps), Block(0));
-    target.hash(&fresh, |to_hash, stop| {
-        to_hash.hash_segment(SegmentIndex(0), [1, 3].into_iter().collect(), stop).expect("hash");
-    });
-    target.spoil();
+    let hash = |blocks: [u32; 2]| {
+        target.hash(&fresh, |to_hash, stop| {
+            to_hash.hash_segment(SegmentIndex(0), blocks.into(), stop).expect("hash");
+        });
+        target.spoil();
+    };
+    hash([1, 3]);
     // Block 2 is read, and is spoiled; block 1 is the same and block 3 another, whatever the data is now.
-    assert_eq!(runs(&mut scan), [(2, 4)]);
+    let found = scan.next_run(&Stop::default(), Instant::now() + Duration::from_secs(60)).expect("scan");
+    assert!(matches!(found, Found::Run(run) if run == BlockRange::new(2, 4)), "{found:?}");
+    // The page that the stream has kept lacks what is written next.
+    contents.iter().for_each(|(block, content)| target.write(*block, content.expect("a byte")));
+    hash([5, 6]);
+    assert_eq!(runs(&mut scan), [(6, 7)]);
 }
 
 /// What one exact step of the way says is believed without a look; what several say, or one that is not

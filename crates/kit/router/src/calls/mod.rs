@@ -42,8 +42,8 @@ struct Work<'c> {
     record: &'c mut Record,
     /// What a new volume is made of, and the key of its node.
     source: Option<(DataDirKey, String)>,
-    /// Whether a node could not be asked for the name of a new volume, and may have one of that name.
-    is_any_silent: bool,
+    /// Whether a node that could not be asked may have a volume of the name of a new one, or another router may make one.
+    is_in_doubt: bool,
 }
 
 /// Where a call about an object is sent.
@@ -102,7 +102,7 @@ impl Router {
         record: &mut Record,
     ) -> Result<Bytes, Status> {
         self.nodes.settled().await;
-        let mut work = Work { method, message, deadline, record, source: None, is_any_silent: false };
+        let mut work = Work { method, message, deadline, record, source: None, is_in_doubt: false };
         match method.route {
             Route::PluginInfo => self.plugin_info(),
             Route::Probe => {

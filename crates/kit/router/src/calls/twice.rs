@@ -1,5 +1,5 @@
-//! Volumes that exist twice, made by a retry that was given to another node while the first one was cut off, and by a router that
-//! did not know of the first try. They are found when the node is back.
+//! Volumes that exist twice: made by a retry that was given to another node while the first one was cut off, by a router that
+//! did not know of the first try, or by two routers that did not agree. They are found as soon as all nodes answer.
 //!
 //! Which of the two is used, only the orchestrator knows: the first answer may have arrived. In Kubernetes the PersistentVolumes
 //! say it, and the volume that none of them has is deleted. Elsewhere an operator has to do it.
@@ -77,7 +77,7 @@ async fn used(volumes: &Api<PersistentVolume>, ids: &[String; 2]) -> kube::Resul
 }
 
 impl Router {
-    /// This volume was made while a node was away: it may have one of this name.
+    /// There may be another volume of this name.
     pub(super) fn doubt(&self, name: &str, answer: &Bytes) {
         let made = proto::CreateVolumeResponse::decode(answer.clone()).ok().and_then(|made| made.volume);
         let Some(made) = made else { return };
@@ -87,7 +87,7 @@ impl Router {
         } else {
             tracing::warn!(
                 name,
-                "more than {MOST} volumes were made while nodes were unreachable: a second volume of this name will not be searched for"
+                "more than {MOST} volumes may exist twice until all nodes answer: a second volume of this name will not be searched for"
             );
         }
     }

@@ -33,9 +33,9 @@ impl Router {
     /// Makes a volume, and notes whether there may be another of its name.
     pub(super) async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         let request: proto::CreateVolumeRequest = decode(&work.message)?;
-        work.is_any_silent = !self.nodes.away().is_empty();
+        work.is_in_doubt = !self.nodes.away().is_empty();
         let answer = self.place_volume(&request, work).await?;
-        if work.is_any_silent {
+        if work.is_in_doubt {
             self.doubt(&request.name, &answer);
         }
         Ok(answer)
@@ -67,7 +67,7 @@ impl Router {
         let is_forgotten = |key: DataDirKey| matches!(self.nodes.lookup(key), Lookup::Forgotten);
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
         let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await?;
-        work.is_any_silent |= !are_all;
+        work.is_in_doubt |= !are_all;
         self.end_other_copies(name, &found, requirement, work.deadline).await?;
         match &found[..] {
             [] => {}
@@ -305,6 +305,10 @@ impl Router {
             let excluded_keys = excluded.iter().map(DataDirKey::to_string).collect();
             let choose = ChooseRequest { excluded_keys, ..choice(Kind::Volume, name) };
             let (chosen, arbiter) = self.choose(choose.clone(), *best, &nodes, work.deadline).await?;
+            // Another router may have asked the first one.
+            let first =
+                placement::arbiters(name, nodes.iter().map(|node| node.key).collect()).into_iter().next();
+            work.is_in_doubt |= first != Some(arbiter.key);
             let node = match self.nodes.lookup(chosen) {
                 Lookup::Found(node) => node,
                 // Its volume may be there.
@@ -322,7 +326,10 @@ impl Router {
                     }
                     Some(found) => return Err(left_out(name, &node, &found)),
                     // The choice was for a volume that is deleted, or was not made.
-                    None => excluded.push(chosen),
+                    None => {
+                        work.is_in_doubt = true;
+                        excluded.push(chosen);
+                    }
                 }
                 continue;
             }

@@ -14,6 +14,7 @@ use super::disk::Disk;
 use super::network::Network;
 use super::node::Node;
 use super::orchestrator::{RouterProcess, Volumes};
+use crate::placement;
 
 /// How long after a fault of a node a router may still take it to be away.
 const AFTERMATH: Duration = Duration::from_secs(30);
@@ -97,6 +98,12 @@ impl World {
     pub fn node_of(&self, id: &str) -> usize {
         let key = DataDirKey::of(id).expect("an id");
         self.nodes.iter().position(|node| node.key == key).expect("a node")
+    }
+
+    /// The node that settles where a volume of this name is made, unless something keeps a router from it.
+    pub fn arbiter_of(&self, name: &str) -> usize {
+        let first = placement::arbiters(name, self.nodes.iter().map(|node| node.key).collect())[0];
+        self.nodes.iter().position(|node| node.key == first).expect("a node")
     }
 
     /// Whether nothing has kept routers from this node since then, nor shortly before.
