@@ -221,18 +221,18 @@ fn is_stopped(pid: u32) -> bool {
 }
 
 pub fn wait(child: &mut Child, patience: Duration) -> ExitStatus {
-    let deadline = Instant::now() + patience;
+    let begun = Instant::now();
     loop {
         if let Some(status) = child.try_wait().expect("wait") {
             return status;
         }
-        if Instant::now() > deadline {
+        if begun.elapsed() > patience {
             // Nothing that cleans up holds it any more.
             let _ = child.kill();
             let _ = child.wait();
             panic!("process {} does not end", child.id());
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(pause(begun));
     }
 }
 
@@ -263,15 +263,15 @@ pub fn no_device_left(dir: &Path) {
 /// before has a copy of the mount.
 #[track_caller]
 pub fn let_go(left: impl Fn() -> Vec<String>) {
-    let deadline = Instant::now() + LETTING_GO;
+    let begun = Instant::now();
     loop {
         let left = left();
         let are_devices = left.iter().all(|left| left.starts_with("/dev/"));
-        assert!(are_devices && (left.is_empty() || Instant::now() < deadline), "left behind: {left:?}");
+        assert!(are_devices && (left.is_empty() || begun.elapsed() < LETTING_GO), "left behind: {left:?}");
         if left.is_empty() {
             return;
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(pause(begun));
     }
 }
 
@@ -376,21 +376,26 @@ pub fn ok(command: &mut Command) {
 /// How long a test waits for what happens while it runs.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
+/// How long a test that has waited since then sleeps before it looks again: a look may cost more than what it waits for.
+pub fn pause(begun: Instant) -> Duration {
+    (begun.elapsed() / 16).clamp(Duration::from_millis(1), Duration::from_millis(50))
+}
+
 /// Waits until something holds.
 pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let begun = Instant::now();
     while !holds().await {
-        assert!(Instant::now() < deadline, "never: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        assert!(begun.elapsed() < PATIENCE, "never: {what}");
+        tokio::time::sleep(pause(begun)).await;
     }
 }
 
 /// The same in a test without a runtime.
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let begun = Instant::now();
     while !holds() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
+        assert!(begun.elapsed() < PATIENCE, "never: {what}");
+        std::thread::sleep(pause(begun));
     }
 }
 

@@ -3,11 +3,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::sys::signal::Signal;
 
-use crate::PATIENCE;
+use crate::{PATIENCE, pause};
 
 pub struct Running {
     child: Child,
@@ -57,13 +57,13 @@ impl Running {
 
     /// The exit code, waited for while other tasks run.
     pub async fn ended(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + PATIENCE;
+        let begun = Instant::now();
         loop {
             if let Some(status) = self.status() {
                 return status.code();
             }
-            assert!(Instant::now() < deadline, "it does not end:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            assert!(begun.elapsed() < PATIENCE, "it does not end:\n{}", self.log());
+            tokio::time::sleep(pause(begun)).await;
         }
     }
 }

@@ -38,10 +38,10 @@ pub fn sync_fs_may_fail(dir: &Path) {
 /// Waits for something that happens in the background.
 pub async fn until(what: &str, holds: impl Fn() -> bool) {
     // Not by `eventually`: an async closure is not known to be Send in a task.
-    let deadline = std::time::Instant::now() + testkit::PATIENCE;
+    let begun = std::time::Instant::now();
     while !holds() {
-        assert!(std::time::Instant::now() < deadline, "never: {what}");
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        assert!(begun.elapsed() < testkit::PATIENCE, "never: {what}");
+        tokio::time::sleep(testkit::pause(begun)).await;
     }
 }
 
@@ -105,9 +105,9 @@ pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[
 /// for a moment.
 pub async fn assert_nothing_half_made(rig: &Rig) {
     let staging = rig.pool_dir().join("staging");
-    let deadline = std::time::Instant::now() + testkit::PATIENCE;
-    while !names(&staging).is_empty() && std::time::Instant::now() < deadline {
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    let begun = std::time::Instant::now();
+    while !names(&staging).is_empty() && begun.elapsed() < testkit::PATIENCE {
+        tokio::time::sleep(testkit::pause(begun)).await;
     }
     assert_eq!(names(&staging), Vec::<String>::new(), "half-made objects");
     for kind in ["volumes", "snapshots"] {

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::api_server::ApiServer;
 use crate::crowd::Door;
-use crate::free_port;
 use crate::running::Running;
 use crate::scene;
+use crate::{PATIENCE, free_port, pause};
 use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use rustls::pki_types::pem::PemObject;
@@ -121,14 +121,14 @@ impl World {
 
     /// Waits for a status, and returns it.
     pub async fn status(&self, name: &str, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let begun = Instant::now();
         loop {
             let status = self.read(name).await["status"].clone();
             if is_it(&status) {
                 return status;
             }
-            assert!(Instant::now() < deadline, "{name} is not {what} in a minute: {status}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            assert!(begun.elapsed() < Duration::from_secs(60), "{name} is not {what} in a minute: {status}");
+            tokio::time::sleep(pause(begun)).await;
         }
     }
 
@@ -240,14 +240,14 @@ impl Program {
 
     /// Waits until only the election is missing.
     pub async fn waits_for_election(&self) {
-        let deadline = Instant::now() + Duration::from_secs(90);
+        let begun = Instant::now();
         loop {
             match self.readiness().await {
                 (503, what) if what == "another replica is elected\n" => return,
                 (200, _) => panic!("two replicas are ready"),
-                other => assert!(Instant::now() < deadline, "it says {other:?}\n{}", self.running.log()),
+                other => assert!(begun.elapsed() < PATIENCE, "it says {other:?}\n{}", self.running.log()),
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(pause(begun)).await;
         }
     }
 

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use crate::api_server::ApiServer;
 pub use crate::eventually;
-use crate::free_port;
 use crate::gateway::driver::Driver;
 pub use crate::http::get;
 use crate::running::Running;
 use crate::scene;
 pub use crate::scene::manifests;
+use crate::{free_port, pause};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
@@ -293,18 +293,18 @@ impl Gateway {
 
     /// Waits for an answer over HTTP.
     pub async fn until(&self, path: &str, what: &str, is_it: impl Fn(&(u16, String)) -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(180);
+        let begun = Instant::now();
         loop {
             let answer = self.get(path).await;
             if answer.as_ref().is_some_and(&is_it) {
                 return;
             }
             assert!(
-                Instant::now() < deadline,
+                begun.elapsed() < Duration::from_secs(180),
                 "not {what} in three minutes: {answer:?}\n{}",
                 self.running.log()
             );
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(pause(begun)).await;
         }
     }
 

@@ -1,7 +1,7 @@
 //! Promise: cbt-http is found by the DriverDiscovery that it writes, gives pages to the aggregated API server alone, and the data
 //! of a block for a good token.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -9,7 +9,7 @@ use kube::api::PostParams;
 use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use serde_json::{Value, json};
-use testkit::{BLOCK, MIB, PoolKind, Rig, eventually};
+use testkit::{BLOCK, MIB, PoolKind, Rig, eventually, pause};
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -38,13 +38,14 @@ async fn bytes(program: &Program, token: &str) -> (u16, Vec<u8>) {
 
 async fn discovery(world: &World, name: &str, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
     let objects = world.api.objects("DriverDiscovery", None);
-    for _ in 0..3000 {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(60) {
         let found = objects.get_opt(name).await.expect("the API server");
         let found = serde_json::to_value(found).expect("JSON");
         if is_it(&found) {
             return found;
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        tokio::time::sleep(pause(begun)).await;
     }
     panic!("{name} is not {what} in a minute: {:?}", objects.get_opt(name).await);
 }

@@ -4,7 +4,7 @@
 //! Which of the two is used, only the orchestrator knows: the first answer may have arrived. In Kubernetes the PersistentVolumes
 //! say it, and the volume that none of them has is deleted. Elsewhere an operator has to do it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use base::DataDirKey;
@@ -96,7 +96,7 @@ impl Router {
     /// where these can be asked; for ever.
     pub async fn find_twice(&self, volumes: Option<Api<PersistentVolume>>) {
         let mut known: BTreeSet<DataDirKey> = BTreeSet::new();
-        let mut asked_before: BTreeSet<String> = BTreeSet::new();
+        let mut asked_before = BTreeMap::new();
         let mut twice: Vec<Twice> = Vec::new();
         loop {
             tokio::time::sleep(EVERY).await;
@@ -170,23 +170,22 @@ impl Router {
     }
 
     /// Asks each node that has come back for the volumes in doubt. `known` are the nodes that were asked for all of them, and
-    /// `asked_before` the names for which they were.
+    /// `asked_before` the volumes for which they were.
     async fn look_for_twice(
         &self,
         known: &mut BTreeSet<DataDirKey>,
-        asked_before: &mut BTreeSet<String>,
+        asked_before: &mut BTreeMap<String, String>,
     ) -> Vec<Twice> {
         let up = self.nodes.up();
         let is_any_away = !self.nodes.away().is_empty();
-        let volumes: Vec<(String, String)> = {
-            let doubtful = self.doubtful.lock();
-            doubtful.iter().map(|(name, id)| (name.clone(), id.clone())).collect()
-        };
+        let volumes = self.doubtful.lock().clone();
         let (mut twice, mut asked) = (Vec::new(), BTreeSet::new());
         'nodes: for node in &up {
             let is_new = !known.contains(&node.key);
             // A node may have come back just before a volume was noted.
-            for (name, id) in volumes.iter().filter(|(name, _)| is_new || !asked_before.contains(name)) {
+            let is_new_here =
+                |(name, id): &(&String, &String)| is_new || asked_before.get(*name) != Some(*id);
+            for (name, id) in volumes.iter().filter(is_new_here) {
                 let until = Some(Instant::now() + PATIENCE);
                 let found = Self::find_on(node, Kind::Volume, name, until).await;
                 // It is asked for all of them when it answers again.
@@ -210,13 +209,11 @@ impl Router {
         }
         let are_all = asked.len() == up.len();
         *known = asked;
-        *asked_before = volumes.iter().map(|(name, _)| name.clone()).collect();
         if !is_any_away && are_all {
-            let mut doubtful = self.doubtful.lock();
-            for (name, _) in &volumes {
-                doubtful.remove(name);
-            }
+            // Not what was noted meanwhile, another volume of the same name perhaps.
+            self.doubtful.lock().retain(|name, id| volumes.get(name) != Some(id));
         }
+        *asked_before = volumes;
         twice
     }
 }
