@@ -1,6 +1,7 @@
 //! How far a filesystem can grow. Growth beyond that is refused where it is asked for, and nothing that the driver starts harms what is
 //! there: `resize2fs` destroys an ext4 that it grows further than was reserved.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -9,6 +10,7 @@ use proto::CapacityRange;
 
 use crate::faults::pool_full::small_pool_of;
 use testkit::fsck;
+use testkit::order::image;
 use testkit::prelude::*;
 
 fn write_files(dir: &Path) {
@@ -296,10 +298,13 @@ async fn a_full_pool_grows_nothing(#[values("ext4", "xfs")] fs_type: &str) {
     rig.detach(&volume).await;
     rig.client.expand_volume(&volume, 8 * GIB).await.expect("expand");
     let (other, device) = rig.block_volume("other", 4 * GIB).await;
-    for size in ["bs=1M", "bs=4k"] {
-        let to = format!("of={}", device.display());
+    let held = image(&rig.pool_dir(), "volumes", &other);
+    for size in [MIB as u64, BLOCK] {
+        // What is left is filled in blocks.
+        let from = std::fs::metadata(&held).expect("stat").blocks() * 512 / size;
+        let of = [format!("bs={size}"), format!("seek={from}"), format!("of={}", device.display())];
         let mut dd = Command::new("dd");
-        dd.args(["if=/dev/zero", size, "oflag=direct", "conv=notrunc", "status=none", &to]);
+        dd.args(["if=/dev/zero", "oflag=direct", "conv=notrunc", "status=none"]).args(of);
         assert!(!dd.output().expect("run dd").status.success(), "the pool is not full");
     }
     for _ in 0..2 {

@@ -308,7 +308,7 @@ async fn large_blocks_take_no_more_memory(rig: Rig<Xfs>) {
 /// Opens 1,024 streams over a volume of `mibs` with every second block changed, and does not read them for a while. Each
 /// then continues where it was. Of the short answers the driver finishes each long before the client has read it.
 #[apply(device_cases)]
-#[case::of_long_messages(512)]
+#[case::of_long_messages(256)]
 #[case::of_short_answers(128)]
 async fn a_thousand_stalled_streams_share_a_bounded_memory(#[case] mibs: i64) {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;

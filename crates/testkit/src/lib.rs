@@ -390,12 +390,12 @@ pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     }
 }
 
-/// The same in a test without a runtime.
+/// The same in a test without a runtime, also for what holds for a moment only.
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
         assert!(begun.elapsed() < PATIENCE, "never: {what}");
-        std::thread::sleep(pause(begun));
+        std::thread::sleep(pause(begun).min(Duration::from_millis(5)));
     }
 }
 

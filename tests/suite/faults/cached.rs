@@ -19,19 +19,25 @@ use testkit::prelude::*;
 /// Blocks per request of each writer. None is a power of two, so that the filesystem writes a request in several parts.
 const TOGETHER: [u64; 3] = [250, 33, 7];
 
-/// Writes a part of a device, and syncs each request. Returns the acknowledged blocks.
+/// A pool that refuses so many requests of a writer, one after the other, is full.
+const REFUSED: u32 = 64;
+
+/// Writes a part of a device, and syncs each request, until the pool is full. Returns the acknowledged blocks.
 fn fill(device: &Path, part: Range<u64>, together: u64) -> Vec<u64> {
     let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).expect("open");
     let length = (together * BLOCK) as usize;
     let mut request = AlignedBuffer::new(length);
     let mut acknowledged = Vec::new();
-    let mut first = part.start;
-    while first + together <= part.end {
+    let (mut first, mut refused) = (part.start, 0);
+    while first + together <= part.end && refused < REFUSED {
         for (block, bytes) in (first..).zip(request.chunks_exact_mut(BLOCK as usize)) {
             bytes.copy_from_slice(&block_bytes(block, 7));
         }
         if file.write_all_at(&request, first * BLOCK).and_then(|()| file.sync_all()).is_ok() {
             acknowledged.extend(first..first + together);
+            refused = 0;
+        } else {
+            refused += 1;
         }
         first += together;
     }

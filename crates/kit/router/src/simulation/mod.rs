@@ -97,7 +97,7 @@ fn play_many(first: u64, count: u64) -> BTreeMap<&'static str, u64> {
 /// complete or refused. What docs/router.md allows is counted.
 #[test]
 fn nothing_is_lost_doubled_or_late_in_random_lives() {
-    let lives = testkit::asked("DELTAPATH_LIVES").unwrap_or(if testkit::is_short() { 20 } else { 100 });
+    let lives = testkit::asked("DELTAPATH_LIVES").unwrap_or(if testkit::is_short() { 20 } else { 60 });
     let seed = testkit::seed("simulation");
     let begun = std::time::Instant::now();
     let counts = play_many(seed, lives);
