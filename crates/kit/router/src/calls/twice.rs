@@ -8,12 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use base::DataDirKey;
-use bytes::Bytes;
 use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::Api;
 use kube::api::ListParams;
 use metrics::counter;
-use prost::Message;
 use proto::node::Kind;
 use tokio::time::{Instant, timeout};
 
@@ -77,13 +75,11 @@ async fn used(volumes: &Api<PersistentVolume>, ids: &[String; 2]) -> kube::Resul
 }
 
 impl Router {
-    /// There may be another volume of this name.
-    pub(super) fn doubt(&self, name: &str, answer: &Bytes) {
-        let made = proto::CreateVolumeResponse::decode(answer.clone()).ok().and_then(|made| made.volume);
-        let Some(made) = made else { return };
+    /// There may be another volume of this name than the one that was made, or is being copied.
+    pub(super) fn doubt(&self, name: &str, id: String) {
         let mut doubtful = self.doubtful.lock();
         if doubtful.len() < MOST || doubtful.contains_key(name) {
-            doubtful.insert(name.to_owned(), made.volume_id);
+            doubtful.insert(name.to_owned(), id);
         } else {
             tracing::warn!(
                 name,
@@ -190,20 +186,18 @@ impl Router {
                 let found = Self::find_on(node, Kind::Volume, name, until).await;
                 // It is asked for all of them when it answers again.
                 let Ok(found) = found else { continue 'nodes };
-                let Some(other) = found else { continue };
+                let Some(other) = found.filter(|found| found.id != *id) else { continue };
                 if other.in_progress {
-                    // Nobody needs it, since the volume is there. One that a call asks for is looked at again.
+                    // One that a call asks for is looked at again.
                     match self.abandon_on(node, name, &other, "", until).await {
                         Ok(()) => continue,
                         Err(_) => continue 'nodes,
                     }
                 }
-                if other.id != *id {
-                    counter!("deltapath_router_volumes_made_twice_total").increment(1);
-                    let now = Instant::now();
-                    let ids = [id.clone(), other.id];
-                    twice.push(Twice { name: name.clone(), ids, found: now, look: now });
-                }
+                counter!("deltapath_router_volumes_made_twice_total").increment(1);
+                let now = Instant::now();
+                let ids = [id.clone(), other.id];
+                twice.push(Twice { name: name.clone(), ids, found: now, look: now });
             }
             asked.insert(node.key);
         }

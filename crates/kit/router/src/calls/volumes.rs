@@ -35,8 +35,10 @@ impl Router {
         let request: proto::CreateVolumeRequest = decode(&work.message)?;
         work.is_in_doubt = !self.nodes.away().is_empty();
         let answer = self.place_volume(&request, work).await?;
-        if work.is_in_doubt {
-            self.doubt(&request.name, &answer);
+        if work.is_in_doubt
+            && let Some(made) = decode::<proto::CreateVolumeResponse>(&answer)?.volume
+        {
+            self.doubt(&request.name, made.volume_id);
         }
         Ok(answer)
     }
@@ -196,7 +198,17 @@ impl Router {
             unanswered.insert(name.to_owned(), (node.key, Instant::now()));
         }
         let answer = match work.source.clone() {
-            Some((key, source)) if key != node.key => self.copy_to(node, key, &source, work).await,
+            Some((key, source)) if key != node.key => {
+                let copied = self.copy_to(node, key, &source, work).await;
+                // The copy continues, also if no call comes for it any more.
+                if work.is_in_doubt
+                    && copied.as_ref().is_err_and(|status| status.code() == Code::Aborted)
+                    && let Ok(Some(begun)) = Self::find_on(node, Kind::Volume, name, work.deadline).await
+                {
+                    self.doubt(name, begun.id);
+                }
+                copied
+            }
             _ => work.ask(node).await,
         };
         if is_answered(&answer) {
