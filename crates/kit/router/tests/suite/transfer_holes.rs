@@ -11,7 +11,7 @@ use crate::transfers::{COPIED, assert_same, data, logged, nothing_is_left, on};
 use testkit::cluster::{Cluster, patiently};
 
 const LARGE: u64 = 4 * MIB as u64;
-const BLOCKS: u64 = 40;
+const BLOCKS: u64 = 100;
 
 #[apply(device_cases)]
 async fn holes_inside_blocks_stay_holes(
