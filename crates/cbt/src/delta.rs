@@ -38,7 +38,7 @@ pub struct Side {
     pub data_path: PathBuf,
     /// Hashes that `pending` does not vouch for yet; `None` where it is empty.
     pub fresh: Option<Arc<FreshHashes>>,
-    /// How often slots had been written when the page of hashes that is kept was read, at least.
+    /// The page of hashes that is kept was read after so many writes of slots, or more.
     writes: u64,
 }
 

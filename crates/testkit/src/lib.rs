@@ -31,14 +31,15 @@ pub mod running;
 pub mod sanity;
 pub mod scene;
 pub mod subject;
+mod waiting;
 
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use deltapath::store::VolumeRecord;
 use deltapath::sys::freeze::Root;
@@ -59,6 +60,7 @@ pub const BLOCK: u64 = 4096;
 
 pub use pool::PoolKind;
 pub use rig::{LETTING_GO, Rig, STARTED_BY, driver_command, try_command};
+pub use waiting::{PATIENCE, eventually, pause, until, until_caught, wait};
 
 /// Every pool there is.
 pub const POOLS: [PoolKind; 3] = PoolKind::ALL;
@@ -220,22 +222,6 @@ fn is_stopped(pid: u32) -> bool {
     })
 }
 
-pub fn wait(child: &mut Child, patience: Duration) -> ExitStatus {
-    let begun = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().expect("wait") {
-            return status;
-        }
-        if begun.elapsed() > patience {
-            // Nothing that cleans up holds it any more.
-            let _ = child.kill();
-            let _ = child.wait();
-            panic!("process {} does not end", child.id());
-        }
-        std::thread::sleep(pause(begun));
-    }
-}
-
 /// Mounts and loop devices below a directory.
 pub fn leftovers(dir: &Path) -> Vec<String> {
     let mounts = deltapath::sys::mount::mounts().expect("mounts");
@@ -371,43 +357,6 @@ pub fn is_refused<T>(answer: Result<T, impl Refusal>, code: Code, texts: &[&str]
 pub fn ok(command: &mut Command) {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     assert!(output.status.success(), "{command:?}: {output:?}");
-}
-
-/// How long a test waits for what happens while it runs.
-pub const PATIENCE: Duration = Duration::from_secs(90);
-
-/// How long a test that has waited since then sleeps before it looks again: a look may cost more than what it waits for.
-pub fn pause(begun: Instant) -> Duration {
-    (begun.elapsed() / 16).clamp(Duration::from_millis(1), Duration::from_millis(50))
-}
-
-/// Waits until something holds.
-pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let begun = Instant::now();
-    while !holds().await {
-        assert!(begun.elapsed() < PATIENCE, "never: {what}");
-        tokio::time::sleep(pause(begun)).await;
-    }
-}
-
-/// The same in a test without a runtime, also for what holds for a moment only.
-pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "never: {what}");
-        std::thread::sleep(pause(begun).min(Duration::from_millis(5)));
-    }
-}
-
-/// Waits until a process catches SIGTERM: a signal before then ends it, whatever it does about signals.
-pub fn until_caught(pid: u32) {
-    let bit = 1 << (Signal::SIGTERM as u32 - 1);
-    until("the process catches SIGTERM", || {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
-        assert!(!status.contains("\nState:\tZ"), "process {pid} has ended");
-        let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
-        mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0) & bit != 0
-    });
 }
 
 /// What is done again and again in a thread while a test runs, until it is dropped at the latest.

@@ -179,9 +179,8 @@ impl Router {
         'nodes: for node in &up {
             let is_new = !known.contains(&node.key);
             // A node may have come back just before a volume was noted.
-            let is_new_here =
-                |(name, id): &(&String, &String)| is_new || asked_before.get(*name) != Some(*id);
-            for (name, id) in volumes.iter().filter(is_new_here) {
+            let is_unasked = |(name, id): &(&String, &String)| is_new || asked_before.get(*name) != Some(*id);
+            for (name, id) in volumes.iter().filter(is_unasked) {
                 let until = Some(Instant::now() + PATIENCE);
                 let found = Self::find_on(node, Kind::Volume, name, until).await;
                 // It is asked for all of them when it answers again.
