@@ -8,6 +8,8 @@ set -euo pipefail
 # The first are about the whole machine, so each runs alone. Of the others the longest begin first.
 alone=(kills beside)
 parts=("${alone[@]}" crowd changes chart overlays distributed alerts single troubles pages clients)
+# It needs images that the user brings.
+[ -z "${VELERO_IMAGE-}" ] || parts+=(velero)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
   beside       two clusters in use: one is taken down, and the other does not notice
@@ -21,6 +23,8 @@ usage="usage: cluster-test.sh [PART...]
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   pages        the commands of docs/install.md for an existing cluster, and those of docs/uninstall.md
   clients      hack/clients-test.sh, on one node and on two
+  velero       hack/velero-test.sh, through the gateway and the community's sidecar, and on two nodes; only with VELERO_IMAGE.
+               VELERO_ARCHIVES=\"FILE ...\" are loaded first, as docker save writes them
 Without a PART all of them. Two run at once, or as many as PARTS says, but kills and beside run alone."
 for part in "$@"; do
     case "$part" in

@@ -111,8 +111,12 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
     rig.finish();
 }
 
-#[apply(every_pool)]
-async fn ours_conforms_on_every_pool(pool: PoolKind, #[values("variable", "fixed")] style: &str) {
+#[apply(device_cases)]
+#[case::btrfs_variable(PoolKind::Btrfs, "variable")]
+#[case::btrfs_fixed(PoolKind::Btrfs, "fixed")]
+#[case::xfs_fixed(PoolKind::Xfs, "fixed")]
+#[case::dir_variable(PoolKind::Dir, "variable")]
+async fn ours_conforms_on_every_pool(#[case] pool: PoolKind, #[case] style: &str) {
     conforms(pool, &["--block-metadata-type", style], &[]).await;
 }
 

@@ -149,9 +149,8 @@ const HELD_UP: [&str; 1] = ["allocated-deleted-meanwhile"];
 #[case::a_driver_that_reads_ahead("read-ahead", &MEANWHILE, "pass", "")]
 // Incident: on a busy machine the driver was held up while a stream was handed over. A deadline cut it then, as if it waited for
 // its reader, and the case passed. Of the calls of this case those with the first deadline, in the shortest stream and in
-// longer ones.
+// the longest.
 #[case::held_up_in_the_shortest("read-ahead:size=1Gi;drip:ms=2,nth=3,call=GetMetadataAllocated", &HELD_UP, "not-shown", "")]
-#[case::held_up_in_a_longer("read-ahead:size=1Gi;drip:ms=2,nth=6,call=GetMetadataAllocated", &HELD_UP, "not-shown", "")]
 #[case::held_up_in_the_longest("read-ahead:size=1Gi;drip:ms=2,nth=9,call=GetMetadataAllocated", &HELD_UP, "not-shown", "")]
 // A driver of Block volumes alone lacks nothing that the service is about.
 #[case::no_filesystems(

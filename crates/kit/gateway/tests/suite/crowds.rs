@@ -14,7 +14,8 @@ pub async fn ten_thousand_strangers_keep_nobody_out(world: World) {
     gateway.ready().await;
     let (config, name) = hello(&gateway);
     let door = Door { address: ([127, 0, 0, 1], gateway.port).into(), config, name };
-    for kind in [Stranger::Connection, Stranger::HalfHello, Stranger::Handshake, Stranger::Preface] {
+    // `Stranger::Handshake` is tested with the earlier designs, which have the same listener.
+    for kind in [Stranger::Connection, Stranger::HalfHello, Stranger::Preface] {
         keeps_nobody_out(kind, door.clone(), async || {
             let answer = gateway.client().await.allocated(&token, &ns, "monday").await;
             let is_closed = answer.as_ref().is_err_and(|(_, message)| message == "transport error");
