@@ -29,7 +29,7 @@ ended() {
         phase=$(velero get "$1" "$2" --output 'jsonpath={.status.phase}')
         case "$phase" in
             Completed) return ;;
-            *Failed* | FailedValidation) break ;;
+            *Failed*) break ;;
         esac
         sleep 1
     done
@@ -52,17 +52,13 @@ spec:
   volumeSnapshotLocations: []
 B
 }
-# What the mover read of each claim, in bytes: read_of BACKUP CLAIM
-read_of() {
-    velero get dataupload --selector "velero.io/backup-name=$1" \
-        --output "jsonpath={.items[?(@.spec.sourcePVC=='$2')].status.incrementalBytes}"
-}
 # A backup reads of a claim at least and at most so many MiB: reads BACKUP CLAIM LEAST MOST
 reads() {
     local bytes
-    bytes=$(read_of "$1" "$2")
+    bytes=$(velero get dataupload --selector "velero.io/backup-name=$1" \
+        --output "jsonpath={.items[?(@.spec.sourcePVC=='$2')].status.incrementalBytes}")
     say "$1: $bytes bytes of $2"
-    [ "${bytes:-0}" -ge $(($3 << 20)) ] && [ "${bytes:-0}" -le $(($4 << 20)) ] || fail "$1 read ${bytes:-no} bytes of $2, expected $3 to $4 MiB"
+    ((${bytes:-0} >= $3 << 20 && ${bytes:-0} <= $4 << 20)) || fail "$1 read ${bytes:-no} bytes of $2, expected $3 to $4 MiB"
 }
 # Restores a backup into a namespace, and looks that it has these hashes: restore NAME BACKUP NAMESPACE HASHES
 restore() {
