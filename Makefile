@@ -98,6 +98,7 @@ unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 
 # What is shipped and measured is optimised across crates; what a person builds is there in less than half the time.
 bench bench-core bench-peers soak: export CARGO_PROFILE_RELEASE_LTO = thin
+bench bench-core bench-peers soak: export CARGO_PROFILE_RELEASE_OPT_LEVEL = 3
 bench bench-core bench-peers soak: export CARGO_PROFILE_RELEASE_CODEGEN_UNITS = 4
 
 bench: deps ## What things cost, each with the bare operation in the same run: tables, and all rows in target/bench.json
