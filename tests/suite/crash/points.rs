@@ -95,13 +95,13 @@ pub struct Stride {
 }
 
 impl Stride {
-    /// Every point if a number of rounds is set, as by `make crash`. Otherwise one point in nine times `parts`, in `make test` in
-    /// twelve times, and different points in the next series and on the next pool.
+    /// Every point if a number of rounds is set, as by `make crash`. Otherwise one point in twelve times `parts`, and different points
+    /// in the next series and on the next pool.
     pub fn of(pool: PoolKind, series: usize, parts: usize) -> Self {
         if wanted().is_some() {
             return Stride { first: 1, step: 1 };
         }
-        let parts = if testkit::is_short() { 4 * parts } else { 3 * parts };
+        let parts = 4 * parts;
         let step = (POOLS.len() * parts) as u64;
         Stride { first: 1 + (pool as usize * parts + series) as u64 % step, step }
     }
