@@ -23,8 +23,8 @@ usage="usage: cluster-test.sh [PART...]
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   pages        the commands of docs/install.md for an existing cluster, and those of docs/uninstall.md
   clients      hack/clients-test.sh, on one node and on two
-  velero       hack/velero-test.sh, through the gateway and the community's sidecar, and on two nodes; only with VELERO_IMAGE.
-               VELERO_ARCHIVES=\"FILE ...\" are loaded first, as docker save writes them
+  velero       hack/velero-test.sh, through the gateway and the community's sidecar, and on two nodes; only with VELERO_IMAGE
+               and VELERO_PLUGIN_IMAGE. VELERO_ARCHIVES=\"FILE ...\" are loaded first, as docker save writes them
 Without a PART all of them. Two run at once, or as many as PARTS says, but kills and beside run alone."
 for part in "$@"; do
     case "$part" in

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A Velero with changed block tracking that the user brings, in a cluster with deltapath in it: a full backup of a filesystem and a
-# device, three incremental ones, the last while node agent, driver and gateway are killed, and restores elsewhere and in place. It
+# device, four incremental ones, the third while node agent, driver and gateway are killed, and restores elsewhere and in place. It
 # removes what it made, and first what an earlier run left.
 set -euo pipefail
 suite=velero
@@ -60,7 +60,7 @@ reads() {
     say "$1: $bytes bytes of $2"
     ((${bytes:-0} >= $3 << 20 && ${bytes:-0} <= $4 << 20)) || fail "$1 read ${bytes:-no} bytes of $2, expected $3 to $4 MiB"
 }
-# Restores a backup into a namespace, and looks that it has these hashes: restore NAME BACKUP NAMESPACE HASHES
+# Restores a backup into a namespace, and checks that all has these hashes there: restore NAME BACKUP NAMESPACE HASHES
 restore() {
     velero apply --filename - <<R
 apiVersion: velero.io/v1
@@ -87,7 +87,7 @@ remove() {
     kube delete --ignore-not-found --wait=false namespace velero
     await 180 "Velero is gone" velero_is_gone || fail "the namespace velero is not deleted: kubectl get namespace velero --output yaml says why"
     kube delete --ignore-not-found crd,clusterrolebinding --selector component=velero
-    # Where a data upload was not begun, Velero leaves the snapshot's content, and that it is retained.
+    # Where a data upload was never begun, Velero leaves the snapshot's content behind, with the policy Retain.
     for content in $(kube get volumesnapshotcontents --no-headers \
         --output custom-columns=NAME:.metadata.name,OF:.spec.volumeSnapshotRef.name | awk '$2 ~ /^velero-/ { print $1 }'); do
         kube patch volumesnapshotcontent "$content" --type merge --patch '{"spec": {"deletionPolicy": "Delete"}}'
@@ -140,7 +140,7 @@ spec:
   credential: {name: store, key: cloud}
   config: {region: us-east-1, s3ForcePathStyle: "true", s3Url: "http://store.velero.svc:7070"}
 S
-# Without its node agent a data upload that was not begun waits for this time, 30 minutes by default, and fails.
+# A data upload that loses its node agent before it begins waits for this time, 30 minutes by default.
 velero patch daemonset node-agent --type json \
     --patch '[{"op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": "--data-mover-prepare-timeout=1m"}]'
 velero wait --for condition=ready --timeout 60s pod/store
@@ -167,7 +167,6 @@ reads full disk 60 60
 for number in 1 2; do
     say "incremental backup $number"
     change "more-$number" 2 $((100 + 10 * number))
-    last=$(hashes default)
     backup "incremental-$number"
     ended backup "incremental-$number" || fail "the backup failed"
     reads "incremental-$number" data 2 16
@@ -176,9 +175,9 @@ done
 
 say "an incremental backup, while node agent, driver and gateway go"
 change more-3 120 130
-last=$(hashes default)
 backup incremental-3
 moves() { velero get dataupload --selector velero.io/backup-name=incremental-3 --output 'jsonpath={.items[*].status.phase}' | grep -q InProgress; }
+# It takes a second or two, so this does not sleep.
 for _ in $(seq 300); do ! moves || break; done
 moves || fail "the mover was not seen at work"
 velero delete pod --selector name=node-agent --force --grace-period 0

@@ -38,7 +38,7 @@ pub struct Side {
     pub data_path: PathBuf,
     /// Hashes that `pending` does not vouch for yet; `None` where it is empty.
     pub fresh: Option<Arc<FreshHashes>>,
-    /// The page of hashes that is kept was read after so many writes of slots, or more.
+    /// Writes of slots that came before the kept page of hashes was read; there may have been more.
     writes: u64,
 }
 
