@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use deltapath::sys::loopdev::{Access, LoopDevice};
-use deltapath::sys::{program, sweep};
+use deltapath::sys::{attributes, btrfs, program, sweep};
 use nix::fcntl::FallocateFlags;
 use tempfile::TempDir;
 
@@ -159,6 +159,30 @@ impl Ballast {
                 }
             }
         }
+    }
+
+    /// Takes also what data leaves of a btrfs' metadata, by extended attributes. In small transactions: one that is too large
+    /// for what is left makes the filesystem read-only.
+    pub fn with_metadata(self) -> Self {
+        if !btrfs::is_btrfs(&self.dir).expect("statfs") {
+            return self;
+        }
+        let path = self.dir.join("attributes");
+        let taken = File::create(&path).and_then(|file| {
+            (0..1 << 16).try_for_each(|number| {
+                if number % 64 == 0 {
+                    nix::unistd::syncfs(&file)?;
+                }
+                attributes::set_extended(&file, &format!("user.{number}"), &[1; 3800])
+            })
+        });
+        assert_eq!(
+            taken.map_err(|error| error.raw_os_error()),
+            Err(Some(libc::ENOSPC)),
+            "{}",
+            path.display()
+        );
+        self
     }
 
     /// Gives a part back: this number of the files, the smallest first.

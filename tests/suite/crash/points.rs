@@ -158,7 +158,7 @@ impl CutRun {
         if let Err(said) = self.scene.live(&mut self.rig, &case.before).await {
             self.tally.lost(&self.rig, &format!("{:?}, before {name}: {said}", self.pool));
         }
-        let ballast = self.is_full.then(|| Ballast::fill(&self.rig.pool_dir()));
+        let ballast = self.is_full.then(|| Ballast::fill(&self.rig.pool_dir()).with_metadata());
         let (asked, mut client) = (self.scene.asked(&case.call), self.rig.client.clone());
         self.orders.give(cut, at, "calls");
         let mut answer = make(&mut client, &asked).await;

@@ -219,7 +219,7 @@ async fn many_are_deleted_at_once_from_a_full_pool(pool: PoolKind) {
     for number in 0..24 {
         ids.push(rig.volume(&format!("volume {number}"), MIB, block_capability()).await);
     }
-    let ballast = super::Ballast::fill(&rig.pool_dir());
+    let ballast = super::Ballast::fill(&rig.pool_dir()).with_metadata();
     let mut calls = tokio::task::JoinSet::new();
     for id in ids {
         let mut client = rig.client.clone();

@@ -83,7 +83,7 @@ async fn a_full_pool_says_so_and_works_again(pool: PoolKind) {
     let before_it = listed(&rig).await;
     assert_eq!(health(&rig, &volume).await, []);
 
-    let ballast = Ballast::fill(&rig.pool_dir());
+    let ballast = Ballast::fill(&rig.pool_dir()).with_metadata();
     // Only the writer gets the error. The write needs new blocks, since the old ones are shared with the snapshot or
     // were holes.
     write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
@@ -171,7 +171,7 @@ async fn deletion_is_the_way_out_of_a_full_pool(pool: PoolKind) {
         hashed(&rig, &[&target]).await;
         volumes.push((volume, [base, middle, target], after.changed_since(&content, BLOCK)));
     }
-    let ballast = Ballast::fill(&rig.pool_dir());
+    let ballast = Ballast::fill(&rig.pool_dir()).with_metadata();
     // All three are unpublished first. After each deletion the freed space is filled again.
     for (volume, ..) in &volumes {
         rig.detach(volume).await;
@@ -231,7 +231,7 @@ async fn a_volume_that_was_left_frozen_is_deleted_from_a_full_pool(pool: PoolKin
     let (files, root) = rig.published("files", 16 * MIB, mount_capability("ext4")).await;
     let staging = rig.kubelet().join(&files).join("staging");
     let device = mount::mounted_at(&root).expect("mounts").expect("it is mounted").source;
-    let ballast = Ballast::fill(&rig.pool_dir());
+    let ballast = Ballast::fill(&rig.pool_dir()).with_metadata();
     let thawing = Thawing(&device);
     testkit::ok(std::process::Command::new("fsfreeze").arg("--freeze").arg(&root));
     for place in [&root, &staging] {
