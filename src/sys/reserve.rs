@@ -8,7 +8,7 @@
 //!
 //! A second one is on the disk below an image. A mount may have to write what the full disk refused before.
 
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -30,16 +30,16 @@ const VALUE: usize = 3800;
 /// Values between two commits.
 const BATCH: u64 = 256;
 /// What the file takes on any other filesystem.
-const DATA: usize = 1 << 20;
+const DATA: u64 = 1 << 20;
 /// What it takes on the disk below an image: enough for a mount and the deletions after it.
-const BELOW_IMAGE: usize = 32 << 20;
+const BELOW_IMAGE: u64 = 32 << 20;
 
 /// The reserve of a filesystem.
 #[derive(Debug)]
 pub struct Reserve {
     path: PathBuf,
     /// The bytes of the file; `None` for what removals from the filesystem need, whichever it is.
-    bytes: Option<usize>,
+    bytes: Option<u64>,
     is_held: AtomicBool,
     /// Held while it is taken or given back, and while what it gave is used: by one call at a time, or there is too little.
     changing: Mutex<()>,
@@ -113,8 +113,8 @@ impl Reserve {
 
     fn make(&self) -> Result<()> {
         if self.bytes.is_some() || !btrfs::is_btrfs(self.dir())? {
-            let noise = noise(self.bytes.unwrap_or(DATA));
-            return durable::create(&self.path, &noise);
+            let bytes = self.bytes.unwrap_or(DATA);
+            return durable::create_with(&self.path, |path| fill_data(path, bytes));
         }
         durable::remove(&DraftFile::New.of(&self.path))?;
         if btrfs::metadata(self.dir())?.room < METADATA + LEAVES {
@@ -146,10 +146,11 @@ fn fill_metadata(path: &Path) -> Result<()> {
 }
 
 /// Bytes that no filesystem compresses.
-fn noise(length: usize) -> Vec<u8> {
-    let mut bytes = vec![0; length];
-    blake3::Hasher::new().finalize_xof().fill(&mut bytes);
-    bytes
+fn fill_data(path: &Path, bytes: u64) -> Result<()> {
+    let file = change::create_new(path)?;
+    let mut noise = blake3::Hasher::new().finalize_xof().take(bytes);
+    step("fill", path, || io::copy(&mut noise, &mut &file))?;
+    change::sync(&file, path)
 }
 
 #[cfg(test)]
