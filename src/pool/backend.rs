@@ -54,6 +54,16 @@ impl Bytes {
     }
 }
 
+/// One of several objects that are copied at once.
+pub struct AtOnce<'m> {
+    /// The bytes.
+    pub source: &'m Bytes,
+    /// The object whose bytes are made.
+    pub target: &'m ObjectDir,
+    /// Whether `source` may be written meanwhile.
+    pub written: bool,
+}
+
 /// What a backend knows of the difference between two copies of a volume. It may list too much, and never too little.
 pub enum Changes<'f> {
     /// What was written since, ascending; all else is as it was.
@@ -137,6 +147,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// before that write was sent. Only where [`Backend::copies_atomically`].
     fn copy_live(&self, source: &Bytes, target: &ObjectDir, how: Copying<'_>) -> Result<File> {
         self.copy(source, target, how)
+    }
+
+    /// Copies several objects as [`Backend::copy_live`] copies one, and returns whether all copies show one moment: what they
+    /// hold of a write to one of the objects they hold of all writes, to any of them, that were acknowledged before it was
+    /// sent. `None` where copies can only be made one after another.
+    fn copy_at_once(&self, _copies: &[AtOnce<'_>]) -> Result<Option<(Vec<File>, bool)>> {
+        Ok(None)
     }
 
     /// Undoes what a driver that was killed in [`Backend::copy_live`] left set on a volume's bytes. `direct` is what the

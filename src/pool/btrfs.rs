@@ -6,12 +6,16 @@
 //! that was acknowledged before it not. For the length of such a snapshot each write of the file is therefore synchronous:
 //! acknowledged when it is on disk, by which it is in the transaction that the snapshot shows, or in a later one. Then so is
 //! all that is sent after it.
+//!
+//! **Copying several at once.** A commit makes all snapshots that were asked for since the one before it. Asked for by threads at the
+//! same time, the copies of a group are mostly made by one commit, and so show one moment; their births tell whether they were.
 
 use std::fs::File;
 use std::path::Path;
+use std::thread::{self, ScopedJoinHandle};
 
 use super::Result;
-use super::backend::{Backend, Bytes, Changes, Copying};
+use super::backend::{AtOnce, Backend, Bytes, Changes, Copying};
 use super::kind::{ImageFormat, Kind, Otherwise};
 use super::xfs::by_extents;
 use crate::sys::attributes::Flag;
@@ -20,7 +24,7 @@ use crate::sys::extents::wait_for_writes;
 use crate::sys::loopdev::{self, LoopDevice};
 use crate::sys::reserve::is_metadata_too_small;
 use crate::sys::{blockdev, clone, tree};
-use base::ObjectDir;
+use base::{BlockSize, ObjectDir, Stop};
 use files::{Context, durable};
 
 pub(super) static KIND: Kind = Kind {
@@ -109,6 +113,35 @@ impl Backend for Btrfs {
         // end above waited until such a write is under way; it lands before anybody reads the copy.
         wait_for_writes(source.file(), source.path())?;
         Ok(copied)
+    }
+
+    fn copy_at_once(&self, copies: &[AtOnce<'_>]) -> Result<Option<(Vec<File>, bool)>> {
+        let written = || copies.iter().filter(|copy| copy.written).map(|copy| copy.source);
+        let begin = |source| SynchronousWrites::begin(source, self.flushes);
+        let synchronous = written().map(begin).collect::<Result<Vec<_>>>()?;
+        let copied = thread::scope(|scope| {
+            let copy = |one: &AtOnce<'_>| {
+                let how = Copying { sink: None, size: BlockSize::MIN, stop: &Stop::default() };
+                self.copy(one.source, one.target, how)
+            };
+            let begin = |one| {
+                let thread = thread::Builder::new().name("copy".into());
+                thread.spawn_scoped(scope, move || copy(one)).context("start a copy of", one.source.path())
+            };
+            let threads: Vec<_> = copies.iter().map(begin).collect();
+            let end = |thread: files::Result<ScopedJoinHandle<'_, _>>| match thread?.join() {
+                Ok(copied) => copied,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            threads.into_iter().map(end).collect::<Result<Vec<_>>>()
+        });
+        synchronous.into_iter().try_for_each(SynchronousWrites::end)?;
+        let copied = copied?;
+        // As in `copy_live`.
+        written().try_for_each(|source| wait_for_writes(source.file(), source.path()))?;
+        let births = copies.iter().map(|copy| btrfs::birth(&copy.target.bytes()));
+        let births = births.collect::<files::Result<Vec<_>>>()?;
+        Ok(Some((copied, births.windows(2).all(|two| two[0] == two[1]))))
     }
 
     fn end_cut_copy(&self, dir: &ObjectDir, direct: bool) -> Result<()> {

@@ -1,9 +1,9 @@
 //! Copies the bytes of volumes that may be in use. All copies of a call show the same moment.
 //!
 //! A mounted filesystem is frozen during the copy. A raw device cannot be frozen. One clone of one device is a single step
-//! and needs nothing more. Several steps (the members of a group, or a copy that takes time) show one moment only if
-//! nothing was written between the first and the last. The devices' write counters tell; if something was written, the
-//! copies are discarded and made again.
+//! and needs nothing more, and so are the copies of a group where the pool makes them at once. Several steps (other groups, or a
+//! copy that takes time) show one moment only if nothing was written between the first and the last. The devices' write counters
+//! tell; if something was written, the copies are discarded and made again.
 //!
 //! A frozen filesystem and a raw device agree: writes that were acknowledged before the freeze are in both copies, and nothing
 //! new gets into the frozen one.
@@ -16,7 +16,7 @@ use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::shared::Shared;
 use crate::driver::ungrown;
-use crate::pool::{Bytes, Copying};
+use crate::pool::{AtOnce, Bytes, Copying};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
@@ -51,6 +51,12 @@ pub(in crate::driver) struct LiveCopy {
     pub sink: Option<HashingSink>,
     /// Whether the volume has a device that may be written during the copy.
     pub written: bool,
+}
+
+impl LiveCopy {
+    fn at_once(&self) -> AtOnce<'_> {
+        AtOnce { source: &self.source, target: &self.target, written: self.written }
+    }
 }
 
 /// Hashes the bytes of a copy while they are copied.
@@ -161,16 +167,19 @@ impl Copier {
             for device in raw {
                 blockdev::flush(&device.path())?;
             }
-            if one_step {
-                return copies.iter_mut().map(|copy| self.copy_once(copy, stop)).collect();
-            }
-            let before = sample(raw)?;
-            if before.iter().any(|counters| counters.in_flight > 0) {
-                continue;
-            }
-            let files: Vec<File> =
-                copies.iter_mut().map(|copy| self.copy_once(copy, stop)).collect::<Result<_>>()?;
-            if sample(raw)? == before {
+            let before = if one_step { Vec::new() } else { sample(raw)? };
+            let is_quiet = before.iter().all(|counters| counters.in_flight == 0);
+            let group: Vec<AtOnce<'_>> = copies.iter().map(LiveCopy::at_once).collect();
+            let at_once = if group.len() > 1 { self.shared.pool().copy_at_once(&group)? } else { None };
+            let (files, show_one_moment) = match at_once {
+                Some(copied) => copied,
+                None if !is_quiet => continue,
+                None => {
+                    let copied = copies.iter_mut().map(|copy| self.copy_once(copy, stop));
+                    (copied.collect::<Result<_>>()?, false)
+                }
+            };
+            if one_step || show_one_moment || is_quiet && sample(raw)? == before {
                 return Ok(files);
             }
             for copy in copies.iter_mut() {
@@ -187,7 +196,7 @@ impl Copier {
             ),
             _ => format!(
                 "raw devices of the group were written during each of {tries} tries, so no two copies show the \
-                 same moment: pause the writer, or use Filesystem mode"
+                 same moment: pause the writer, use Filesystem mode, or a pool that copies a group at once (--pool btrfs)"
             ),
         }))
     }
