@@ -9,6 +9,7 @@
 mod changes;
 mod cold;
 mod crowd;
+mod far;
 mod fragments;
 mod growth;
 mod host;
@@ -136,6 +137,10 @@ fn main() {
         }
         if table.wants("lab") {
             lab::run(&mut table).await;
+        }
+        // It takes a quarter of an hour, and so is not among all rows.
+        if table.wanted.iter().any(|wanted| wanted == "far") {
+            far::run(&table).await;
         }
         if growth::IDS.iter().any(|id| table.wants(id)) {
             growth::run(&table).await;

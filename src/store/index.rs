@@ -1,7 +1,7 @@
 //! The records in memory, by every key that calls look them up with.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ops::Bound;
+use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,22 @@ impl Retained {
     }
 }
 
+/// Snapshots by their volume and sequence number.
+type Lines = HashMap<VolumeId, BTreeMap<u64, SnapshotId>>;
+
+fn enter(lines: &mut Lines, record: &SnapshotRecord) {
+    lines.entry(record.volume.clone()).or_default().insert(record.sequence, record.id.clone());
+}
+
+fn leave(lines: &mut Lines, record: &SnapshotRecord) {
+    if let Some(line) = lines.get_mut(&record.volume) {
+        line.remove(&record.sequence);
+        if line.is_empty() {
+            lines.remove(&record.volume);
+        }
+    }
+}
+
 /// All records by id, by name, and snapshots by their volume.
 #[derive(Debug, Default)]
 pub struct Index {
@@ -45,7 +61,9 @@ pub struct Index {
     /// Deleted snapshots kept as a base for deltas.
     retained: BTreeMap<SnapshotId, Retained>,
     /// The snapshots of each volume, oldest first, retained ones among them.
-    lines: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
+    lines: Lines,
+    /// The retained ones alone.
+    retained_lines: Lines,
     /// The last place of each volume that a snapshot has which cannot be read, and how many there are whose place
     /// is not known either.
     kept_places: (HashMap<VolumeId, u64>, u64),
@@ -75,8 +93,7 @@ impl Index {
         if record.group.is_none() {
             self.snapshot_names.insert(record.name.clone(), record.id.clone());
         }
-        let line = self.lines.entry(record.volume.clone()).or_default();
-        line.insert(record.sequence, record.id.clone());
+        enter(&mut self.lines, &record);
         self.snapshots.insert(record.id.clone(), record);
     }
 
@@ -90,23 +107,13 @@ impl Index {
         if record.group.is_none() {
             self.snapshot_names.remove(&record.name);
         }
-        self.leave_line(&record);
-    }
-
-    fn leave_line(&mut self, record: &SnapshotRecord) {
-        if let Some(line) = self.lines.get_mut(&record.volume) {
-            line.remove(&record.sequence);
-            if line.is_empty() {
-                self.lines.remove(&record.volume);
-            }
-        }
+        leave(&mut self.lines, &record);
     }
 
     pub(super) fn add_retained(&mut self, retained: Retained) {
-        let record = &retained.record;
-        let line = self.lines.entry(record.volume.clone()).or_default();
-        line.insert(record.sequence, record.id.clone());
-        self.retained.insert(record.id.clone(), retained);
+        enter(&mut self.lines, &retained.record);
+        enter(&mut self.retained_lines, &retained.record);
+        self.retained.insert(retained.record.id.clone(), retained);
     }
 
     /// A snapshot was deleted and is kept as a base for deltas.
@@ -146,7 +153,8 @@ impl Index {
 
     pub(super) fn remove_retained(&mut self, id: &SnapshotId) {
         if let Some(Retained { record, .. }) = self.retained.remove(id) {
-            self.leave_line(&record);
+            leave(&mut self.lines, &record);
+            leave(&mut self.retained_lines, &record);
         }
     }
 
@@ -244,10 +252,25 @@ impl Index {
 
     /// The snapshots of a volume, oldest first, retained ones among them.
     pub fn line(&self, volume: &VolumeId) -> impl DoubleEndedIterator<Item = &Arc<SnapshotRecord>> {
-        let ids = self.lines.get(volume).into_iter().flat_map(BTreeMap::values);
-        ids.filter_map(|id| {
+        self.line_in(volume, ..)
+    }
+
+    /// Those of them with these sequence numbers.
+    pub fn line_in(
+        &self,
+        volume: &VolumeId,
+        sequences: impl RangeBounds<u64>,
+    ) -> impl DoubleEndedIterator<Item = &Arc<SnapshotRecord>> {
+        let places = self.lines.get(volume).map(|line| line.range(sequences));
+        places.into_iter().flatten().filter_map(|(_, id)| {
             self.snapshots.get(id).or_else(|| self.retained.get(id).map(|retained| &retained.record))
         })
+    }
+
+    /// The deleted snapshots of a volume that are kept as a base for deltas, oldest first.
+    pub fn retained_of(&self, volume: &VolumeId) -> impl Iterator<Item = &Retained> {
+        let ids = self.retained_lines.get(volume).into_iter().flat_map(BTreeMap::values);
+        ids.filter_map(|id| self.retained.get(id))
     }
 
     /// The snapshots of a volume by their sequence numbers, retained ones among them.

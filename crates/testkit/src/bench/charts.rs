@@ -230,10 +230,11 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
             let figure = |part| rows.figure((table, pool, what), cell, part, "ms");
             (series, (0..points.len()).map(figure).collect::<Vec<_>>())
         };
-        let of_pools =
-            [(BTRFS, "btrfs", "measured"), (XFS, "xfs", "measured"), (DIR, "dir", "measured")].map(line);
+        let has = |pool| rows.0.iter().any(|row| row["table"] == table && row["id"] == pool);
+        let pools = [(BTRFS, "btrfs", "measured"), (XFS, "xfs", "measured"), (DIR, "dir", "measured")];
+        let of_pools = pools.into_iter().filter(|place| has(place.1)).map(line);
         let bare = line((BARE, "btrfs", "beside"));
-        let lines = of_pools.into_iter().chain([bare]).filter(|line| line.1.iter().any(Option::is_some));
+        let lines = of_pools.chain([bare]).filter(|line| line.1.iter().any(Option::is_some));
         Panel::Lines { title, points: points.to_vec(), lines: lines.collect() }
     };
     let sizes = ["1 GiB", "16 GiB", "256 GiB", "4 TiB", "16 TiB"];
@@ -241,6 +242,8 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
     let data = |title, what| growth("growth of the data", title, what, &amounts);
     let volume = |title, what| growth("growth of the volume", title, what, &sizes);
     let chain = |title, what| growth("growth of the snapshots", title, what, &["1", "10", "100", "1,000"]);
+    let numbers = ["10", "100", "1,000", "10,000", "100,000"];
+    let far = |title, what, points| growth("growth by powers of ten", title, what, &numbers[..points]);
     let sparse = |title, series, pool| {
         let calls = [
             ("the first snapshot", "a", "first CreateSnapshot, nothing hashed"),
@@ -341,6 +344,21 @@ fn charts(rows: &Rows) -> Vec<(&'static str, String)> {
                 chain("DeleteSnapshot", "DeleteSnapshot"),
                 chain("A delta from the snapshot before", "GetMetadataDelta from the one before"),
                 chain("A delta from the first snapshot", "GetMetadataDelta from the first"),
+            ],
+        ),
+        draw(
+            "far",
+            "By powers of ten",
+            "Changed blocks of 4 KiB, spread evenly over 16 TiB; snapshots of a volume of 1 MiB, with up to 4 changed blocks each.",
+            &[
+                far("A first delta, cold, by blocks", "GetMetadataDelta at once, cold, by changed blocks", 5),
+                far(
+                    "A delta between any two snapshots",
+                    "GetMetadataDelta between any two, by snapshots of a volume",
+                    4,
+                ),
+                far("CreateSnapshot", "CreateSnapshot, by snapshots of a volume", 4),
+                far("Start to the first Probe", "start to first Probe, by snapshots of a volume", 4),
             ],
         ),
         draw(

@@ -166,9 +166,8 @@ impl Hashing {
     fn apply_retention(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
         for volume in volumes {
-            let is_retained =
-                |index: &Index| index.line(&volume).any(|record| index.retained(&record.id).is_some());
-            if self.shared.store.read(is_retained) {
+            let has_retained = |index: &Index| index.retained_of(&volume).next().is_some();
+            if self.shared.store.read(has_retained) {
                 self.histories.hold([&volume]).apply_retention(&volume);
             }
             if self.queue.stop.check().is_err() {

@@ -180,9 +180,8 @@ impl History<'_> {
         let pending = MapFile::open(&dir.pending())?;
         self.remove_skips_from(record)?;
         let neighbours = store.read(|index| {
-            let line = || index.line(&record.volume);
-            let parent = line().rfind(|other| other.sequence < record.sequence);
-            let child = line().find(|other| other.sequence > record.sequence);
+            let parent = index.line_in(&record.volume, ..record.sequence).next_back();
+            let child = index.line_in(&record.volume, record.sequence + 1..).next();
             [parent.cloned(), child.cloned()]
         });
         for other in neighbours[1].iter().map(|child| &**child).chain([record]) {

@@ -149,10 +149,11 @@ impl History<'_> {
         if !gone.tracking {
             return Ok(());
         }
-        let next =
-            self.histories.shared.store.read(|index| {
-                index.line(&gone.volume).find(|record| record.sequence > gone.sequence).cloned()
-            });
+        let next = self
+            .histories
+            .shared
+            .store
+            .read(|index| index.line_in(&gone.volume, gone.sequence + 1..).next().cloned());
         let Some(next) = next else { return Ok(()) };
         let next_dir = self.histories.shared.store.snapshot_dir(&next);
         let theirs = MapFile::open(&next_dir.changed())?;

@@ -58,9 +58,8 @@ impl History<'_> {
     pub(in crate::driver) fn apply_retention(&mut self, volume: &VolumeId) {
         let histories = self.histories;
         let (retained, newest) = histories.shared.store.read(|index| {
-            let line = || index.line(volume);
-            let retained: Vec<Retained> = line().filter_map(|record| index.retained(&record.id)).collect();
-            (retained, line().next_back().map(|record| record.id.clone()))
+            let retained: Vec<Retained> = index.retained_of(volume).cloned().collect();
+            (retained, index.line(volume).next_back().map(|record| record.id.clone()))
         });
         let limits = histories.shared.config.retain;
         let short = !retained.is_empty() && histories.is_short();

@@ -157,12 +157,9 @@ impl History<'_> {
 
     /// Removes the skip maps of a snapshot and of all later ones: they may lack blocks.
     pub(super) fn remove_skips_from(&self, first: &SnapshotRecord) -> Result<()> {
-        let is_later = |other: &&Arc<SnapshotRecord>| other.sequence >= first.sequence;
-        let later = self
-            .histories
-            .shared
-            .store
-            .read(|index| -> Vec<_> { index.line(&first.volume).filter(is_later).cloned().collect() });
+        let store = &self.histories.shared.store;
+        let later: Vec<_> =
+            store.read(|index| index.line_in(&first.volume, first.sequence..).cloned().collect());
         for other in later {
             let dir = self.histories.shared.store.snapshot_dir(&other);
             for level in ObjectDir::SKIPS {
