@@ -156,7 +156,8 @@ impl Copier {
         }
     }
 
-    /// Makes all copies, and makes them again if one of the `raw` devices was written between the first and the last step.
+    /// Makes all copies, and makes them again if they may not show one moment: one of the `raw` devices was written between the first
+    /// and the last step.
     fn copy_together(&self, copies: &mut [LiveCopy], raw: &[LoopDevice], stop: &Stop) -> Result<Vec<File>> {
         let one_step = raw.is_empty() || (raw.len() == 1 && self.shared.pool().copies_atomically());
         let started = Instant::now();
