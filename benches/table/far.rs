@@ -1,9 +1,8 @@
 //! `far`: what grows, from 10 to 100,000 changed blocks and 10,000 snapshots, for a chart on logarithmic scales: a knee shows there.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fastrand::Rng;
-use proto::ProbeRequest;
 use testkit::bench::{ms, record_in};
 use testkit::prelude::*;
 
@@ -94,11 +93,7 @@ async fn snapshots(pool: PoolKind) {
         deltas.push(times);
         let mut times = Vec::new();
         for _ in 0..ROUNDS {
-            assert!(rig.terminate().success(), "the driver failed");
-            let started = Instant::now();
-            rig.start_again().await;
-            rig.client.identity.probe(ProbeRequest {}).await.expect("Probe");
-            times.push(started.elapsed());
+            times.push(host::start_again(&mut rig).await);
         }
         starts.push(times);
         // After each number, so that a run that is cut short shows what it has.

@@ -14,7 +14,7 @@ use deltapath::sys::btrfs;
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{blockdev, clone, tree};
 use fastrand::Rng;
-use proto::{BlockMetadata, GetMetadataAllocatedRequest};
+use proto::{BlockMetadata, GetMetadataAllocatedRequest, ProbeRequest};
 use testkit::{PoolKind, Rig};
 use tonic::{Response, Status, Streaming};
 
@@ -253,6 +253,15 @@ pub async fn timed<T>(call: impl Future<Output = T>) -> (T, Duration) {
     let started = Instant::now();
     let answer = call.await;
     (answer, started.elapsed())
+}
+
+/// Ends the driver and starts it again: how long the start takes, up to the first answer of Probe.
+pub async fn start_again(rig: &mut Rig) -> Duration {
+    assert!(rig.terminate().success(), "the driver failed");
+    let started = Instant::now();
+    rig.start_again().await;
+    rig.client.identity.probe(ProbeRequest {}).await.expect("Probe");
+    started.elapsed()
 }
 
 /// Fills a device with random pieces of 1 MiB, and flushes it: how long that takes.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use base::BlockRange;
 use cbt::{MapFile, Relation};
 use fastrand::Rng;
-use proto::{GetCapacityRequest, ListSnapshotsRequest, ProbeRequest};
+use proto::{GetCapacityRequest, ListSnapshotsRequest};
 use testkit::bench::{median, ms};
 use testkit::prelude::*;
 
@@ -90,11 +90,7 @@ impl Running {
     async fn start(rig: &mut Rig, pool: PoolKind) -> Self {
         let mut starts = Vec::new();
         for _ in 0..STARTS {
-            assert!(rig.terminate().success(), "the driver failed");
-            let started = Instant::now();
-            rig.start_again().await;
-            rig.client.identity.probe(ProbeRequest {}).await.expect("Probe");
-            starts.push(started.elapsed());
+            starts.push(host::start_again(rig).await);
             host::idle(rig, pool).await;
         }
         let memory = testkit::process_status(rig.pid(), "VmRSS:") >> 10;

@@ -54,8 +54,8 @@ impl Bytes {
     }
 }
 
-/// One of several objects that are copied at once.
-pub struct AtOnce<'m> {
+/// One of the objects that [`Backend::copy_group`] copies.
+pub struct GroupMember<'m> {
     /// The bytes.
     pub source: &'m Bytes,
     /// The object whose bytes are made.
@@ -149,10 +149,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
         self.copy(source, target, how)
     }
 
-    /// Copies several objects as [`Backend::copy_live`] copies one, and returns whether all copies show one moment: what they
+    /// Copies several objects at once, each as [`Backend::copy_live`] does, and returns whether all copies show one moment: what they
     /// hold of a write to one of the objects they hold of all writes, to any of them, that were acknowledged before it was
     /// sent. `None` where copies can only be made one after another.
-    fn copy_at_once(&self, _copies: &[AtOnce<'_>]) -> Result<Option<(Vec<File>, bool)>> {
+    fn copy_group(&self, _members: &[GroupMember<'_>]) -> Result<Option<(Vec<File>, bool)>> {
         Ok(None)
     }
 

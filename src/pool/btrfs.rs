@@ -7,15 +7,16 @@
 //! acknowledged when it is on disk, by which it is in the transaction that the snapshot shows, or in a later one. Then so is
 //! all that is sent after it.
 //!
-//! **Copying several at once.** A commit makes all snapshots that were asked for since the one before it. Asked for by threads at the
-//! same time, the copies of a group are mostly made by one commit, and so show one moment; their births tell whether they were.
+//! **Copying a group.** A commit makes all snapshots that were asked for since the one before it. Asked for by threads at the
+//! same time, those of two members mostly are, and so show one moment; those of four under write never were. Their births
+//! tell.
 
 use std::fs::File;
 use std::path::Path;
 use std::thread::{self, ScopedJoinHandle};
 
 use super::Result;
-use super::backend::{AtOnce, Backend, Bytes, Changes, Copying};
+use super::backend::{Backend, Bytes, Changes, Copying, GroupMember};
 use super::kind::{ImageFormat, Kind, Otherwise};
 use super::xfs::by_extents;
 use crate::sys::attributes::Flag;
@@ -24,7 +25,7 @@ use crate::sys::extents::wait_for_writes;
 use crate::sys::loopdev::{self, LoopDevice};
 use crate::sys::reserve::is_metadata_too_small;
 use crate::sys::{blockdev, clone, tree};
-use base::{BlockSize, ObjectDir, Stop};
+use base::ObjectDir;
 use files::{Context, durable};
 
 pub(super) static KIND: Kind = Kind {
@@ -96,50 +97,17 @@ impl Backend for Btrfs {
     }
 
     fn copy(&self, source: &Bytes, target: &ObjectDir, _: Copying<'_>) -> Result<File> {
-        let path = target.data();
-        btrfs::snapshot(source.dir(), source.path(), &target.bytes())?;
-        let file = File::options().read(true).write(true).open(&path).context("open", &path)?;
-        // A source that is copied under write has this attribute, its copy is to be a plain file.
-        Flag::Synchronous.set(&file, &path, false)?;
-        Ok(file)
+        snapshot(source, target)
     }
 
-    fn copy_live(&self, source: &Bytes, target: &ObjectDir, how: Copying<'_>) -> Result<File> {
-        let synchronous = SynchronousWrites::begin(source, self.flushes)?;
-        let copied = self.copy(source, target, how);
-        synchronous.end()?;
-        let copied = copied?;
-        // A write may have looked whether it shares its block before the copy was made, and be sent to it after. The
-        // end above waited until such a write is under way; it lands before anybody reads the copy.
-        wait_for_writes(source.file(), source.path())?;
-        Ok(copied)
+    fn copy_live(&self, source: &Bytes, target: &ObjectDir, _: Copying<'_>) -> Result<File> {
+        self.under_write(&[source], || snapshot(source, target))
     }
 
-    fn copy_at_once(&self, copies: &[AtOnce<'_>]) -> Result<Option<(Vec<File>, bool)>> {
-        let written = || copies.iter().filter(|copy| copy.written).map(|copy| copy.source);
-        let begin = |source| SynchronousWrites::begin(source, self.flushes);
-        let synchronous = written().map(begin).collect::<Result<Vec<_>>>()?;
-        let copied = thread::scope(|scope| {
-            let copy = |one: &AtOnce<'_>| {
-                let how = Copying { sink: None, size: BlockSize::MIN, stop: &Stop::default() };
-                self.copy(one.source, one.target, how)
-            };
-            let begin = |one| {
-                let thread = thread::Builder::new().name("copy".into());
-                thread.spawn_scoped(scope, move || copy(one)).context("start a copy of", one.source.path())
-            };
-            let threads: Vec<_> = copies.iter().map(begin).collect();
-            let end = |thread: files::Result<ScopedJoinHandle<'_, _>>| match thread?.join() {
-                Ok(copied) => copied,
-                Err(panic) => std::panic::resume_unwind(panic),
-            };
-            threads.into_iter().map(end).collect::<Result<Vec<_>>>()
-        });
-        synchronous.into_iter().try_for_each(SynchronousWrites::end)?;
-        let copied = copied?;
-        // As in `copy_live`.
-        written().try_for_each(|source| wait_for_writes(source.file(), source.path()))?;
-        let births = copies.iter().map(|copy| btrfs::birth(&copy.target.bytes()));
+    fn copy_group(&self, members: &[GroupMember<'_>]) -> Result<Option<(Vec<File>, bool)>> {
+        let written = members.iter().filter(|member| member.written).map(|member| member.source);
+        let copied = self.under_write(&written.collect::<Vec<_>>(), || snapshots(members))?;
+        let births = members.iter().map(|member| btrfs::birth(&member.target.bytes()));
         let births = births.collect::<files::Result<Vec<_>>>()?;
         Ok(Some((copied, births.windows(2).all(|two| two[0] == two[1]))))
     }
@@ -173,6 +141,47 @@ impl Backend for Btrfs {
     fn deletes_only_when_grown(&self, dir: &Path) -> Result<bool> {
         Ok(is_metadata_too_small(dir)?)
     }
+}
+
+impl Btrfs {
+    /// Makes copies of sources that may be written meanwhile.
+    fn under_write<T>(&self, sources: &[&Bytes], copy: impl FnOnce() -> Result<T>) -> Result<T> {
+        let begin = |source| SynchronousWrites::begin(source, self.flushes);
+        let synchronous = sources.iter().copied().map(begin).collect::<Result<Vec<_>>>()?;
+        let copied = copy();
+        synchronous.into_iter().try_for_each(SynchronousWrites::end)?;
+        let copied = copied?;
+        // A write may have looked whether it shares its block before the copy was made, and be sent to it after. The
+        // end above waited until such a write is under way; it lands before anybody reads the copy.
+        sources.iter().try_for_each(|source| wait_for_writes(source.file(), source.path()))?;
+        Ok(copied)
+    }
+}
+
+fn snapshot(source: &Bytes, target: &ObjectDir) -> Result<File> {
+    let path = target.data();
+    btrfs::snapshot(source.dir(), source.path(), &target.bytes())?;
+    let file = File::options().read(true).write(true).open(&path).context("open", &path)?;
+    // A source that is copied under write has this attribute, its copy is to be a plain file.
+    Flag::Synchronous.set(&file, &path, false)?;
+    Ok(file)
+}
+
+/// Asks for all at the same time.
+fn snapshots(members: &[GroupMember<'_>]) -> Result<Vec<File>> {
+    thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for GroupMember { source, target, .. } in members {
+            let thread = thread::Builder::new().name("copy".into());
+            let begun = thread.spawn_scoped(scope, || snapshot(source, target));
+            threads.push(begun.context("start a copy of", source.path()));
+        }
+        let end = |thread: files::Result<ScopedJoinHandle<'_, _>>| match thread?.join() {
+            Ok(copied) => copied,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        threads.into_iter().map(end).collect()
+    })
 }
 
 /// Every write of a file is synchronous while this lives.

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use tempfile::TempDir;
 
-use super::{AtOnce, Bytes, Changes, Copying, OpenPool, PoolRequest};
+use super::{Bytes, Changes, Copying, GroupMember, OpenPool, PoolRequest};
 use base::{Address, BlockSize, DataDir, ObjectDir, Quantity, Stop};
 
 const BLOCK: u64 = 4096;
@@ -110,7 +110,7 @@ macro_rules! laws {
 
 laws! {
     a_copy_holds_the_bytes_of_its_moment
-    copies_that_are_made_at_once_are_like_others
+    copies_of_a_group_are_like_others
     all_that_was_written_between_two_copies_is_listed
     bytes_that_are_open_outlive_their_object
     what_is_discarded_can_be_made_again
@@ -130,15 +130,16 @@ fn a_copy_holds_the_bytes_of_its_moment(world: &World) {
     assert!(held <= 16 * BLOCK, "{held} bytes: the copy filled holes");
 }
 
-/// A backend that makes none leaves no trace. Whether they show one moment is tested by `order.rs`, under write.
-fn copies_that_are_made_at_once_are_like_others(world: &World) {
+/// A backend that copies no group leaves no trace. Whether the copies show one moment is tested by `tests/suite/order.rs`, under write.
+fn copies_of_a_group_are_like_others(world: &World) {
     let (volume, file) = world.volume(&[0, 7, BLOCKS - 1]);
     let other = world.copy(&volume, "other");
     write(&file, 7, 70);
     let targets = ["first", "second"].map(|name| world.object(name));
     let sources = [&volume, &other].map(|dir| world.open(dir));
-    let copies = [0, 1].map(|one| AtOnce { source: &sources[one], target: &targets[one], written: one == 1 });
-    let made = world.pool().backend().copy_at_once(&copies).expect("copies at once");
+    let members =
+        [0, 1].map(|one| GroupMember { source: &sources[one], target: &targets[one], written: one == 1 });
+    let made = world.pool().backend().copy_group(&members).expect("copies of a group");
     let Some((files, _)) = made else {
         assert!(targets.iter().all(|target| !target.bytes().exists()), "half made");
         return;

@@ -28,7 +28,7 @@ mod probe;
 mod space;
 mod xfs;
 
-pub use backend::{AtOnce, Backend, Bytes, Changes, Copying, Extents, Sink};
+pub use backend::{Backend, Bytes, Changes, Copying, Extents, GroupMember, Sink};
 pub use choose::PoolRequest;
 pub use error::Error;
 pub use kind::Kind;

@@ -145,7 +145,7 @@ fn fill_metadata(path: &Path) -> Result<()> {
     })
 }
 
-/// Bytes that no filesystem compresses.
+/// Makes a file of bytes that no filesystem compresses, a piece at a time.
 fn fill_data(path: &Path, bytes: u64) -> Result<()> {
     let file = change::create_new(path)?;
     let mut noise = blake3::Hasher::new().finalize_xof().take(bytes);

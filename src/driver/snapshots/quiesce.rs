@@ -16,7 +16,7 @@ use crate::driver::error::{Error, Result};
 use crate::driver::health::read_errors::ReadErrors;
 use crate::driver::shared::Shared;
 use crate::driver::ungrown;
-use crate::pool::{AtOnce, Bytes, Copying};
+use crate::pool::{Bytes, Copying, GroupMember};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
@@ -54,8 +54,8 @@ pub(in crate::driver) struct LiveCopy {
 }
 
 impl LiveCopy {
-    fn at_once(&self) -> AtOnce<'_> {
-        AtOnce { source: &self.source, target: &self.target, written: self.written }
+    fn member(&self) -> GroupMember<'_> {
+        GroupMember { source: &self.source, target: &self.target, written: self.written }
     }
 }
 
@@ -170,8 +170,8 @@ impl Copier {
             }
             let before = if one_step { Vec::new() } else { sample(raw)? };
             let is_quiet = before.iter().all(|counters| counters.in_flight == 0);
-            let group: Vec<AtOnce<'_>> = copies.iter().map(LiveCopy::at_once).collect();
-            let at_once = if group.len() > 1 { self.shared.pool().copy_at_once(&group)? } else { None };
+            let group: Vec<GroupMember<'_>> = copies.iter().map(LiveCopy::member).collect();
+            let at_once = if group.len() > 1 { self.shared.pool().copy_group(&group)? } else { None };
             let (files, show_one_moment) = match at_once {
                 Some(copied) => copied,
                 None if !is_quiet => continue,
